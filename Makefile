@@ -1,0 +1,140 @@
+# make help prints the targets. Everything they need is set up in .venv and build/.
+
+PYTHON ?= python3
+CC ?= cc
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+BUILT := .venv/built
+LINTERS := .venv/linters
+SOURCES := $(wildcard csrc/*.c)
+HEADERS := $(wildcard csrc/*.h)
+MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.PHONY: help demo build test ctest asan tsan lint format clean
+.DELETE_ON_ERROR:
+
+help:	## print the targets (the default)
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+demo: build	## see fork() take registered pages away, and not with rdmafork
+	@$(BIN)/rdmafork demo
+
+build: $(BUILT)	## an editable install in .venv, rebuilt when a source has changed
+	@:
+
+test: build ctest	## the tests of the engine, then pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+## ---- Python -------------------------------------------------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo 'rdmafork needs Python 3.10 or later; name one: make PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo 'Python cannot make a virtual environment; on Debian: apt install python3-venv' >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || \
+		{ echo "Python's headers are missing; on Debian: apt install python3-dev" >&2; exit 1; }
+	@command -v $(firstword $(CC)) >/dev/null || \
+		{ echo 'No C compiler ($(CC)); on Debian: apt install gcc' >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -e
+TESTING := '.[dev,test]'
+LINTING := '.[dev,test,lint]'
+REBUILD := $(BIN)/python setup.py -q build_ext --inplace
+
+# The first time, and when the metadata has changed, pip; else what has changed is rebuilt.
+$(BUILT): pyproject.toml setup.py $(SOURCES) $(HEADERS) $(MODULES) | $(BIN)/python
+	@$(if $(filter pyproject.toml setup.py,$?),$(INSTALL) $(TESTING),$(REBUILD))
+	@touch $@
+
+## ---- The engine alone: tests/c ------------------------------------------------------
+
+CTESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
+CSHARED := $(filter-out tests/c/test_%,$(wildcard tests/c/*.c))
+CTEST_CFLAGS := -std=gnu11 -g -DRF_TESTING -Icsrc -Itests/c -pthread -MMD -MP \
+	-Wall -Wextra -Wshadow -Werror=implicit-function-declaration
+# ThreadSanitizer cannot place its shadow where the kernel randomises too much.
+FIXED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+debug_CFLAGS := -O1 -UNDEBUG
+release_CFLAGS := -O2 -DNDEBUG
+asan_CFLAGS := -O1 -UNDEBUG -fno-omit-frame-pointer \
+	-fsanitize=address,undefined -fno-sanitize-recover=all
+tsan_CFLAGS := -O1 -UNDEBUG -fno-omit-frame-pointer -fsanitize=thread
+
+asan_RUN := ASAN_OPTIONS=detect_stack_use_after_return=1:$(ASAN_OPTIONS) \
+	UBSAN_OPTIONS=print_stacktrace=1:$(UBSAN_OPTIONS)
+tsan_RUN := TSAN_OPTIONS=halt_on_error=1:die_after_fork=0:$(TSAN_OPTIONS) $(FIXED)
+
+# variant NAME: its objects and programs in build/ctest/NAME, and a target that runs them.
+define variant
+$(1)_OBJECTS := $$(patsubst %.c,build/ctest/$(1)/%.o,$(SOURCES) $(CSHARED))
+
+build/ctest/$(1)/%.o: %.c Makefile
+	@mkdir -p $$(@D)
+	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) -c $$< -o $$@
+
+build/ctest/$(1)/test_%: build/ctest/$(1)/tests/c/test_%.o $$($(1)_OBJECTS)
+	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$(LDFLAGS) -ldl -o $$@
+
+.PHONY: ctest-$(1)
+.PRECIOUS: build/ctest/$(1)/%.o
+ctest-$(1): $(CTESTS:%=build/ctest/$(1)/%)
+	@test -n '$$^' || { echo 'no tests/c/test_*.c' >&2; exit 1; }
+	@failed=0; for program in $$^; do \
+		if $$($(1)_RUN) timeout 600 $$$$program >$$$$program.log 2>&1; \
+		then echo "ok      $(1)	$$$${program##*/}"; \
+		else echo "FAILED  $(1)	$$$${program##*/} ($$$$?)"; cat $$$$program.log; failed=1; fi; \
+	done; exit $$$$failed
+-include $$($(1)_OBJECTS:.o=.d) $(CTESTS:%=build/ctest/$(1)/tests/c/%.d)
+endef
+
+$(foreach name,debug release asan tsan,$(eval $(call variant,$(name))))
+
+ctest: ctest-debug ctest-release	## the engine's own tests, with asserts and with the release flags
+asan: ctest-asan	## the same under AddressSanitizer and UndefinedBehaviorSanitizer
+tsan: ctest-tsan	## the same under ThreadSanitizer
+
+## ---- Appearance ---------------------------------------------------------------------
+
+# Trailing comments and macros' values may be aligned by hand: only what is left of them counts.
+TIGHT := sed -E 's/([^ \t])[ \t]+/\1 /g'
+CFORMATTED = $(wildcard csrc/*.[ch] tests/c/*.[ch])
+# Not a Python module; what Cython adds by itself.
+STUBLESS := 'rdmafork\.librdmafork' '.*\.__test__' '.*\.__(reduce|setstate)_cython__' '.*\.__pyx_capi__'
+PYTHON_TREES = setup.py $(wildcard rdmafork tests benchmarks docs examples)
+
+$(LINTERS): pyproject.toml $(BUILT)
+	@$(INSTALL) $(LINTING)
+	@touch $(BUILT) $@
+
+lint: $(LINTERS)	## every static check; changes nothing
+	$(BIN)/ruff check $(PYTHON_TREES)
+	$(BIN)/ruff format --check $(PYTHON_TREES)
+	PATH="$(BIN):$$PATH" $(BIN)/cython-lint $(MODULES)
+	@for file in $(CFORMATTED); do \
+		$(BIN)/clang-format $$file | $(TIGHT) | diff -u --label $$file --label formatted \
+			<($(TIGHT) $$file) - || exit 1; \
+		expand $$file | grep -nE '^.{101}' && { echo "$$file: over 100 columns"; exit 1; }; \
+	done; echo clang-format
+	$(BIN)/codespell
+	@for cc in gcc clang; do if command -v $$cc >/dev/null; then for flags in -UNDEBUG -DNDEBUG; do \
+		for file in $(SOURCES); do \
+			$$cc -std=gnu11 -O2 -Wall -Wextra -Wshadow -Werror -fPIC -pthread \
+				$$flags -c $$file -o /dev/null || exit 1; \
+		done; done; echo "$$cc -Wall -Wextra -Wshadow -Werror"; fi; done
+	$(BIN)/mypy
+	$(BIN)/stubtest rdmafork --ignore-unused-allowlist --allowlist <(printf '%s\n' $(STUBLESS))
+
+format: $(LINTERS)	## rewrite Python as lint wants it
+	$(BIN)/ruff check --fix --exit-zero --quiet $(PYTHON_TREES)
+	$(BIN)/ruff format $(PYTHON_TREES)
+
+clean:	## remove what was built, .venv too
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f rdmafork/*.so rdmafork/*.c rdmafork/_version.py
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

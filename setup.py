@@ -1,0 +1,80 @@
+"""Builds librdmafork.so from csrc/, then the Cython modules that link to it."""
+
+import os
+import shlex
+import sys
+import sysconfig
+from glob import glob
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
+
+LIBRARY = "rdmafork.librdmafork"
+HEADERS = sorted(glob("csrc/*.h") + glob("rdmafork/*.pxd"))
+FLAGS = (
+    "-std=gnu11 -O2 -DNDEBUG -fPIC -pthread -fvisibility=hidden "
+    "-Wall -Wextra -Wshadow -Werror=implicit-function-declaration"
+).split()
+LINK = (
+    "-shared -pthread -Wl,-soname,librdmafork.so "
+    "-Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,nodelete -Wl,-z,relro -Wl,-z,now"
+).split()
+
+
+def words(variable):
+    return shlex.split(os.environ.get(variable, ""))
+
+
+class build(build_ext):
+    """Beside Python's modules, one ordinary shared library without an init function."""
+
+    def initialize_options(self):
+        super().initialize_options()
+        self.cython_c_in_temp = True
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = None  # the library comes first
+
+    def get_ext_filename(self, fullname):
+        if fullname in (LIBRARY, LIBRARY.rpartition(".")[2]):
+            return os.path.join(*fullname.split(".")) + ".so"
+        return super().get_ext_filename(fullname)
+
+    def build_extension(self, ext):
+        library = self.get_ext_fullpath(LIBRARY)
+        if ext.name == LIBRARY:
+            return self.build_library(ext, library)
+        ext.library_dirs.append(os.path.dirname(library))
+        return super().build_extension(ext)
+
+    def build_library(self, ext, output):
+        if not (self.force or newer_group(ext.sources + ext.depends, output)):
+            return
+        # Not the flags Python was built with: the library knows nothing of Python.
+        compiler = words("CC") or shlex.split(sysconfig.get_config_var("CC") or "cc")
+        flags = [*FLAGS, *words("CPPFLAGS"), *words("CFLAGS"), *LINK, *words("LDFLAGS")]
+        self.mkpath(os.path.dirname(output))
+        self.spawn([*compiler, *flags, *ext.sources, "-ldl", "-o", output])
+
+
+def module(name):
+    return Extension(
+        f"rdmafork.{name}",
+        [f"rdmafork/{name}.pyx"],
+        depends=HEADERS,
+        include_dirs=["csrc"],
+        libraries=["rdmafork"],
+        runtime_library_dirs=["$ORIGIN"],
+        extra_compile_args=["-fvisibility=hidden"],
+    )
+
+
+library = Extension(LIBRARY, sorted(glob("csrc/*.c")), depends=[*HEADERS, "setup.py"])
+# Elsewhere the package installs, and says at import what it needs.
+linux = sys.platform == "linux"
+setup(
+    cmdclass={"build_ext": build},
+    ext_modules=[library, module("_core"), module("_dlpack"), module("_pins")] if linux else [],
+)

@@ -1,0 +1,506 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "advise_internal.h"
+#include "kernel.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+
+void rf_advisor_init(struct rf_advisor *advisor)
+{
+	memset(advisor, 0, sizeof(*advisor));
+	rf_ranges_init(&advisor->ranges);
+}
+
+void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel, bool whole)
+{
+	advisor->kernel = kernel;
+	advisor->whole = whole || !kernel->copy_trusted;
+	advisor->vma_budget = kernel->max_map_count / 2;
+	rf_memory_free(&advisor->reader.table);
+	rf_vma_init(&advisor->reader, kernel->procmap_query, rf_kernel_huge_shift(kernel));
+}
+
+void rf_advisor_clear(struct rf_advisor *advisor)
+{
+	rf_ranges_clear(&advisor->ranges);
+	advisor->dirty = false;
+	advisor->madvise_calls = 0;
+	advisor->reader.questions = 0;
+}
+
+static uintptr_t down(uintptr_t address, unsigned int shift)
+{
+	return address >> shift << shift;
+}
+
+static uintptr_t up(uintptr_t address, unsigned int shift)
+{
+	return down(address + ((uintptr_t)1 << shift) - 1, shift);
+}
+
+void rf_advise_extent(const struct rf_advisor *advisor, const struct rf_slot *slot,
+		      uintptr_t *start, uintptr_t *end)
+{
+	unsigned int base = (unsigned int)__builtin_ctz(advisor->kernel->page_size);
+
+	if (slot->start_shift)
+		*start = down(slot->start, slot->start_shift);
+	else
+		*start = advisor->whole ? down(slot->start, base) : up(slot->start, base);
+	if (slot->end_shift)
+		*end = up(slot->end, slot->end_shift);
+	else
+		*end = advisor->whole ? up(slot->end, base) : down(slot->end, base);
+}
+
+int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, int advice)
+{
+	advisor->madvise_calls++;
+	return rf_sys_madvise(start, end - start, advice);
+}
+
+/* The page size one end is rounded to: 0 for base pages and where nothing is mapped. */
+static int ask_end(struct rf_advisor *advisor, uintptr_t address, uint8_t *shift)
+{
+	struct rf_vma vma;
+	int rc = rf_vma_find(&advisor->reader, address, &vma);
+
+	if (rc == -ENOENT)
+		return 0;
+	if (rc < 0)
+		return rc;
+	if (vma.start <= address && !vma.shared && 1ull << vma.shift > advisor->kernel->page_size)
+		*shift = vma.shift;
+	return 0;
+}
+
+int rf_advise_ask_ends(struct rf_advisor *advisor, struct rf_slot *slot)
+{
+	int rc = ask_end(advisor, slot->start, &slot->start_shift);
+
+	return rc < 0 ? rc : ask_end(advisor, slot->end - 1, &slot->end_shift);
+}
+
+/* A stretch of mappings that are alike, for which one step in the ranges is enough. */
+struct stretch {
+	uintptr_t start, end;
+	enum rf_nature nature;
+};
+
+static int record(struct rf_advisor *advisor, const struct stretch *stretch)
+{
+	int rc;
+
+	if (stretch->start == stretch->end)
+		return 0;
+	rc = rf_ranges_reserve(&advisor->ranges, advisor->ranges.registrations);
+	if (rc < 0)
+		return rc;
+	rf_ranges_set_nature(&advisor->ranges, stretch->start, stretch->end, stretch->nature);
+	return 0;
+}
+
+/*
+ * Advice on part of an area that was never touched splits it for good: each part
+ * gets an anon_vma of its own at its first fault, and such parts do not merge.
+ * One page touched before the first split lets them share one.
+ */
+static void touch_before_split(struct rf_advisor *advisor, const struct rf_vma *vma,
+			       uintptr_t start, uintptr_t end)
+{
+#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
+#define MADV_POPULATE_WRITE 23
+#endif
+	if (advisor->touched == vma->start || !vma->anonymous || !vma->writable || vma->shared ||
+	    (start == vma->start && end == vma->end) ||
+	    1ull << vma->shift > advisor->kernel->page_size)
+		return;
+	advisor->touched = vma->start;
+	rf_advise_call(advisor, start, start + advisor->kernel->page_size, MADV_POPULATE_WRITE);
+}
+
+int rf_advise_ask(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, bool will_split,
+		  uintptr_t *hole)
+{
+	struct stretch stretch = { .start = start, .end = start };
+	enum rf_nature nature;
+	struct rf_vma vma;
+	uintptr_t at, stop;
+	int rc = 0;
+
+	*hole = 0;
+	for (at = start; at < end; at = stop) {
+		rc = rf_vma_find(&advisor->reader, at, &vma);
+		if (rc < 0 && rc != -ENOENT)
+			return rc;
+		if (rc == -ENOENT || vma.start > at) {
+			*hole = *hole ? *hole : at;
+			nature = RF_NATURE_UNASKED;
+			stop = rc == -ENOENT || vma.start > end ? end : vma.start;
+		} else {
+			nature = vma.shared ? RF_NATURE_SHARED : RF_NATURE_PRIVATE;
+			stop = vma.end < end ? vma.end : end;
+			if (will_split)
+				touch_before_split(advisor, &vma, at, stop);
+		}
+		if (nature != stretch.nature) {
+			rc = record(advisor, &stretch);
+			if (rc < 0)
+				return rc;
+			stretch = (struct stretch){ at, at, nature };
+		}
+		stretch.end = stop;
+	}
+	return record(advisor, &stretch);
+}
+
+/*
+ * Unmark [@start, @end) mapping by mapping, as the kernel refused it as a whole:
+ * because of a hole, a huge page only partly released, or the VMA limit.
+ */
+static void unmark_mappings(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
+{
+	struct rf_ranges *ranges = &advisor->ranges;
+	uintptr_t at = start, stop, first, last;
+	struct rf_vma vma;
+	int opened = rf_vma_open(&advisor->reader), rc = opened;
+
+	for (; rc >= 0 && at < end; at = stop) {
+		rc = rf_ranges_reserve(ranges, ranges->registrations);
+		if (rc < 0)
+			break;
+		rc = rf_vma_find(&advisor->reader, at, &vma);
+		if (rc < 0 && rc != -ENOENT)
+			break;
+		if (rc == -ENOENT || vma.start > at) {
+			stop = rc == -ENOENT || vma.start > end ? end : vma.start;
+			rc = 0;
+			rf_ranges_cut(ranges, stop);
+			rf_ranges_set_mark(ranges, at, stop, RF_MARK_NONE);
+			continue;
+		}
+		stop = vma.end < end ? vma.end : end;
+		rf_ranges_cut(ranges, stop);
+		/* What is left over of a huge page waits for its other registrations. */
+		first = up(at, vma.shift);
+		last = down(stop, vma.shift);
+		if (first >= last)
+			continue;
+		rf_ranges_cut(ranges, first);
+		rf_ranges_cut(ranges, last);
+		rc = rf_advise_call(advisor, first, last, MADV_DOFORK);
+		/* EINVAL now: a device's mapping, which no child ever had or will have. */
+		if (rc >= 0 || rc == -EINVAL)
+			rf_ranges_set_mark(ranges, first, last, RF_MARK_NONE);
+		else
+			rf_ranges_set_flags(ranges, first, last, RF_RANGE_RETRY, 0);
+		rc = 0;
+	}
+	if (rc < 0)
+		rf_ranges_set_flags(ranges, at, end, RF_RANGE_RETRY, 0);
+	if (opened >= 0)
+		rf_vma_close(&advisor->reader);
+}
+
+void rf_advise_unmark(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
+{
+	if (rf_advise_call(advisor, start, end, MADV_DOFORK) >= 0) {
+		if (rf_unlikely(advisor->ranges.retries))
+			rf_ranges_set_flags(&advisor->ranges, start, end, 0, RF_RANGE_RETRY);
+		rf_ranges_set_mark(&advisor->ranges, start, end, RF_MARK_NONE);
+		return;
+	}
+	unmark_mappings(advisor, start, end);
+}
+
+bool rf_advise_next_run(const struct rf_advisor *advisor, uintptr_t at, uintptr_t end,
+			bool (*belongs)(const struct rf_range *), struct rf_run *run)
+{
+	const struct rf_ranges *ranges = &advisor->ranges;
+	struct rf_cursor cursor = rf_ranges_seek(ranges, at);
+	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+
+	while (range && range->start < end && !belongs(range))
+		range = rf_ranges_next(ranges, &cursor);
+	if (!range || range->start >= end)
+		return false;
+	run->start = range->start;
+	run->unmarked = false;
+	do {
+		run->end = range->end;
+		run->unmarked |= !range->mark;
+		range = rf_ranges_next(ranges, &cursor);
+	} while (range && range->start == run->end && range->start < end && belongs(range));
+	return true;
+}
+
+static bool to_mark_now(const struct rf_range *range)
+{
+	return rf_range_wants(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
+}
+
+static bool is_fresh(const struct rf_range *range)
+{
+	return range->flags & RF_RANGE_FRESH;
+}
+
+static bool is_fresh_but_shared(const struct rf_range *range)
+{
+	return is_fresh(range) && range->nature == RF_NATURE_SHARED;
+}
+
+static bool is_unwanted(const struct rf_range *range)
+{
+	return range->mark && !rf_range_wants(range);
+}
+
+/* A run about to be marked may not take the process past its share of VMAs. */
+bool rf_advise_has_room(const struct rf_advisor *advisor)
+{
+	return 2 * ((uint64_t)rf_ranges_runs(&advisor->ranges) + 1) <= advisor->vma_budget;
+}
+
+static void set_fresh(struct rf_advisor *advisor, const struct rf_run *run)
+{
+	struct rf_cursor cursor = rf_ranges_seek(&advisor->ranges, run->start);
+	struct rf_range *range = rf_ranges_at(&advisor->ranges, cursor);
+
+	for (; range && range->start < run->end; range = rf_ranges_next(&advisor->ranges, &cursor))
+		if (!range->mark)
+			range->flags |= RF_RANGE_FRESH;
+}
+
+/* Mark what the ranges in [@start, @end) want. -errno of the first refusal. */
+static int mark_now(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, bool held)
+{
+	struct rf_run run;
+	uintptr_t at;
+	int rc;
+
+	for (at = start; at < end && rf_advise_next_run(advisor, at, end, to_mark_now, &run);
+	     at = run.end) {
+		if (run.unmarked && !rf_advise_has_room(advisor)) {
+			if (!advisor->kernel->copy_trusted)
+				return -EDQUOT;
+			if (held) {
+				rf_ranges_set_flags(&advisor->ranges, run.start, run.end,
+						    RF_RANGE_DUE, 0);
+				advisor->dirty = true;
+			}
+			continue;
+		}
+		if (run.unmarked)
+			set_fresh(advisor, &run);
+		rc = rf_advise_call(advisor, run.start, run.end, MADV_DONTFORK);
+		if (rc < 0)
+			return rc;
+		if (run.unmarked)
+			rf_ranges_set_mark(&advisor->ranges, run.start, run.end, RF_MARK_OMIT);
+	}
+	return 0;
+}
+
+void rf_advise_extend(struct rf_advisor *advisor, struct rf_slot *slot, uintptr_t start,
+		      uintptr_t end, uint8_t flags)
+{
+	uintptr_t new_start, new_end;
+
+	rf_advise_extent(advisor, slot, &new_start, &new_end);
+	if (new_start >= new_end)
+		return;
+	if (start >= end)
+		start = end = new_end;
+	if (new_start < start)
+		rf_ranges_add(&advisor->ranges, new_start, start, slot->policy, flags);
+	if (end < new_end)
+		rf_ranges_add(&advisor->ranges, end, new_end, slot->policy, flags);
+}
+
+/*
+ * madvise() refused: learn what is mapped, round to that, and try once more.
+ * On failure what has been counted and marked so far is the caller's to undo.
+ */
+static int ask_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, struct rf_error *error)
+{
+	bool held = slot->flags & RF_SLOT_HELD;
+	uintptr_t start, end, hole, at;
+	struct rf_run run;
+	int rc = rf_vma_open(&advisor->reader);
+
+	if (rc < 0) {
+		error->cause = RF_CAUSE_NO_PROC;
+		return rc;
+	}
+	rf_advise_extent(advisor, slot, &start, &end);
+	rc = rf_advise_ask_ends(advisor, slot);
+	rf_advise_extend(advisor, slot, start, end, held ? 0 : RF_RANGE_DOUBT);
+	rf_advise_extent(advisor, slot, &start, &end);
+	if (rc >= 0)
+		rc = rf_advise_ask(advisor, start, end, true, &hole);
+	rf_vma_close(&advisor->reader);
+	if (rc < 0) {
+		error->cause = rc == -ENOMEM ? RF_CAUSE_ENGINE_MEMORY : RF_CAUSE_NO_PROC;
+		return rc;
+	}
+	if (hole)
+		return -ENOMEM;
+	for (at = start; rf_advise_next_run(advisor, at, end, is_fresh_but_shared, &run);
+	     at = run.end)
+		rf_advise_unmark(advisor, run.start, run.end);
+	return mark_now(advisor, start, end, held);
+}
+
+/* Why the kernel said @rc to [@start, @end), and the errno that says it best. */
+static int explain(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, int rc,
+		   struct rf_error *error)
+{
+	struct rf_vma vma;
+	uintptr_t at;
+	int found = 0;
+
+	error->start = start;
+	error->end = end;
+	if (error->cause != RF_CAUSE_NONE)
+		return rc;
+	error->cause = RF_CAUSE_VMA_LIMIT;
+	if (rc == -EDQUOT || rc == -EAGAIN)
+		return -ENOMEM;
+	if (rc != -ENOMEM) {
+		error->cause = RF_CAUSE_REFUSED;
+		return rc;
+	}
+	if (rf_vma_open(&advisor->reader) < 0)
+		return rc;
+	for (at = start; at < end; at = vma.end) {
+		found = rf_vma_find(&advisor->reader, at, &vma);
+		if (found < 0 || vma.start > at)
+			break;
+	}
+	rf_vma_close(&advisor->reader);
+	if (at >= end || (found < 0 && found != -ENOENT))
+		return rc;
+	error->cause = RF_CAUSE_HOLE;
+	error->start = at;
+	error->end = found < 0 || vma.start > end ? end : vma.start;
+	return rc;
+}
+
+static void undo(struct rf_advisor *advisor, struct rf_slot *slot)
+{
+	struct rf_ranges *ranges = &advisor->ranges;
+	uintptr_t start, end, at;
+	struct rf_run run;
+
+	rf_advise_extent(advisor, slot, &start, &end);
+	for (at = start; rf_advise_next_run(advisor, at, end, is_fresh, &run); at = run.end) {
+		/* Marked or not: madvise() advises part of a range before it refuses. */
+		rf_ranges_set_mark(ranges, run.start, run.end, RF_MARK_OMIT);
+		rf_advise_unmark(advisor, run.start, run.end);
+	}
+	rf_ranges_sub(ranges, start, end, slot->policy);
+	rf_ranges_tidy(ranges, start, end);
+	slot->start_shift = 0;
+	slot->end_shift = 0;
+}
+
+/*
+ * The ends of memory that is not held cannot wait for the fold: by then they may
+ * be another's. Where every page touched is marked, madvise() refuses what is
+ * part of a huge page, and that is soon enough.
+ */
+static int ask_unheld_ends(struct rf_advisor *advisor, struct rf_slot *slot)
+{
+	int rc = rf_vma_open(&advisor->reader);
+
+	if (rc < 0)
+		return rc;
+	rc = rf_advise_ask_ends(advisor, slot);
+	rf_vma_close(&advisor->reader);
+	return rc;
+}
+
+int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool *ask,
+		  struct rf_error *error)
+{
+	struct rf_ranges *ranges = &advisor->ranges;
+	bool held = slot->flags & RF_SLOT_HELD;
+	bool edges = !advisor->whole &&
+		     ((slot->start | slot->end) & (advisor->kernel->page_size - 1));
+	uintptr_t start, end;
+	int rc;
+
+	error->cause = RF_CAUSE_NONE;
+	*ask = held && edges;
+	/* Without /proc its edges are the kernel's to copy, huge pages or not. */
+	if (!held && edges)
+		(void)ask_unheld_ends(advisor, slot);
+	rf_advise_extent(advisor, slot, &start, &end);
+	if (start >= end)
+		return 0;
+	rf_ranges_add(ranges, start, end, slot->policy, held ? 0 : RF_RANGE_DOUBT);
+	rc = mark_now(advisor, start, end, held);
+	if (rc == -EINVAL)
+		rc = ask_and_mark(advisor, slot, error);
+	rf_advise_extent(advisor, slot, &start, &end);
+	if (rc < 0) {
+		rc = explain(advisor, start, end, rc, error);
+		undo(advisor, slot);
+		return rc;
+	}
+	rf_ranges_tidy(ranges, start, end);
+	advisor->dirty = true;
+	return 0;
+}
+
+static bool is_to_retry(const struct rf_range *range)
+{
+	return range->flags & RF_RANGE_RETRY;
+}
+
+void rf_advise_retry(struct rf_advisor *advisor)
+{
+	struct rf_run run;
+	uintptr_t at;
+
+	for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_to_retry, &run);
+	     at = run.end) {
+		rf_advise_unmark(advisor, run.start, run.end);
+		rf_ranges_tidy(&advisor->ranges, run.start, run.end);
+	}
+}
+
+/* [@start, @end) together with what touches it and waits to be unmarked. */
+static void widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr_t *end)
+{
+	const struct rf_range *range, *beside;
+
+	while ((beside = rf_ranges_find(&advisor->ranges, *end)) && is_unwanted(beside) &&
+	       (range = rf_ranges_find(&advisor->ranges, *end - 1)) && is_unwanted(range))
+		*end = beside->end;
+	while (*start && (beside = rf_ranges_find(&advisor->ranges, *start - 1)) &&
+	       is_unwanted(beside) && (range = rf_ranges_find(&advisor->ranges, *start)) &&
+	       is_unwanted(range))
+		*start = beside->start;
+}
+
+void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
+{
+	struct rf_ranges *ranges = &advisor->ranges;
+	uint32_t runs = rf_ranges_runs(ranges);
+	uintptr_t start, end, at;
+	struct rf_run run;
+
+	rf_advise_extent(advisor, slot, &start, &end);
+	if (start >= end)
+		return;
+	rf_ranges_sub(ranges, start, end, slot->policy);
+	widen(advisor, &start, &end);
+	for (at = start; at < end && rf_advise_next_run(advisor, at, end, is_unwanted, &run);
+	     at = run.end)
+		rf_advise_unmark(advisor, run.start, run.end);
+	rf_ranges_tidy(ranges, start, end);
+	/* VMAs came free, which may be what others wait for. */
+	if (rf_unlikely(ranges->retries) && rf_ranges_runs(ranges) < runs)
+		rf_advise_retry(advisor);
+}

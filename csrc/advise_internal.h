@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* What advise.c and fold.c share. The engine's lock is held in all of it. */
+#ifndef RF_ADVISE_INTERNAL_H
+#define RF_ADVISE_INTERNAL_H
+
+#include "advise.h"
+
+/* Touching ranges that one madvise() serves. */
+struct rf_run {
+	uintptr_t start, end;
+	bool unmarked;		/* one of them bears no mark yet */
+};
+
+/* The next run in [@at, @end) of ranges that @belongs() picks; false: none. */
+bool rf_advise_next_run(const struct rf_advisor *advisor, uintptr_t at, uintptr_t end,
+			bool (*belongs)(const struct rf_range *), struct rf_run *run);
+
+int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, int advice);
+
+/* May one more run be marked within the budget of VMAs? */
+bool rf_advise_has_room(const struct rf_advisor *advisor);
+
+/*
+ * Unmark all of [@start, @end), as far as the kernel lets it: what it refuses for
+ * now gets RF_RANGE_RETRY, what is left over of a huge page keeps its mark.
+ */
+void rf_advise_unmark(struct rf_advisor *advisor, uintptr_t start, uintptr_t end);
+
+/* Unmark what the kernel refused to before. */
+void rf_advise_retry(struct rf_advisor *advisor);
+
+/* Learn the page sizes at the ends of @slot. The reader is open, here and below. */
+int rf_advise_ask_ends(struct rf_advisor *advisor, struct rf_slot *slot);
+
+/* Count what @slot covers now beyond [@start, @end), which it covered before. */
+void rf_advise_extend(struct rf_advisor *advisor, struct rf_slot *slot, uintptr_t start,
+		      uintptr_t end, uint8_t flags);
+
+/*
+ * Learn what is mapped in [@start, @end) and record it in the ranges. *@hole is
+ * the first address nothing is mapped at, or 0. @will_split: marks will follow.
+ */
+int rf_advise_ask(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, bool will_split,
+		  uintptr_t *hole);
+
+#endif

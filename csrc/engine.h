@@ -1,0 +1,59 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * The one engine of a process: its state, who may enter, and how a fork passes.
+ *
+ *	any thread      enter > registry, advise > leave
+ *	fork, prepare   enter > fold, open the window > leave
+ *	      parent    shut the window
+ *	      child     new generation, fresh lock, everything inherited is dead
+ *
+ * No lock is held across fork(): other libraries register and release in their
+ * own handlers, take the GIL there, or fork in a signal handler. Between prepare
+ * and parent, in the window, lazy registrations are eager instead, as the fold is
+ * over. Where a signal handler forks inside the engine, prepare finds the lock
+ * its own and leaves everything as it is; the child then clears the state only
+ * when the interrupted call, which goes on there too, leaves.
+ *
+ * A child that no handler sees (raw clone(), _Fork()) is noticed at its first
+ * call: the word @alive lies in a page that is wiped at fork.
+ */
+#ifndef RF_ENGINE_H
+#define RF_ENGINE_H
+
+#include "advise.h"
+#include "lock.h"
+#include "registry.h"
+
+struct rf_engine {
+	struct rf_lock lock;
+	uint32_t *alive;
+	enum rf_mode mode;
+	int window;		/* forks under way, atomic */
+	bool mode_inherited;	/* from the parent: a child may choose anew */
+	bool environment_read;
+	bool registered;	/* anything, ever, in this process */
+	bool clear_when_left;
+	uint64_t generation;
+	uint64_t forks, forks_unprepared;
+	struct rf_registry registry;
+	struct rf_advisor advisor;
+};
+
+extern struct rf_engine rf_engine;
+
+/* In every function but these two: between rf_enter() and rf_leave(). */
+
+/* 0, -EDEADLK in a signal handler inside the engine, -EAGAIN with RF_NOWAIT. */
+int rf_enter(unsigned int flags);
+void rf_leave(void);
+
+/* This is a child of the process whose state it finds. */
+void rf_become_child(void);
+
+static inline void rf_notice_child(void)
+{
+	if (rf_unlikely(!__atomic_load_n(rf_engine.alive, __ATOMIC_ACQUIRE)))
+		rf_become_child();
+}
+
+#endif

@@ -1,0 +1,200 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Just before a fork: everything registered since the last one, at once. */
+#include "advise_internal.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define BATCH 64
+
+/* Where VMAs are short the longest runs get them: they cost the kernel most to copy. */
+static const size_t page_steps[] = { 4096, 256, 16, 1 };
+
+struct batch {
+	struct iovec runs[BATCH];
+	unsigned int count;
+	bool full;		/* the kernel grants no more VMAs */
+};
+
+static bool is_unasked(const struct rf_range *range)
+{
+	return range->nature == RF_NATURE_UNASKED && rf_range_counted(range);
+}
+
+static bool is_marked_but_shared(const struct rf_range *range)
+{
+	return range->mark && range->nature == RF_NATURE_SHARED;
+}
+
+static bool is_due(const struct rf_range *range)
+{
+	return range->flags & RF_RANGE_DUE && range->nature == RF_NATURE_PRIVATE &&
+	       rf_range_wants(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
+}
+
+/* Learn what the ends of listed slots lie in, and count them rounded to that. */
+static void count_listed(struct rf_advisor *advisor, struct rf_registry *registry)
+{
+	uintptr_t start, end;
+	struct rf_slot *slot;
+	uint32_t index;
+
+	while ((index = registry->first_listed) != RF_SLOT_NONE) {
+		slot = rf_registry_slot(registry, index);
+		start = 0;
+		end = 0;
+		if (slot->flags & RF_SLOT_COUNTED)
+			rf_advise_extent(advisor, slot, &start, &end);
+		(void)rf_advise_ask_ends(advisor, slot);
+		rf_advise_extend(advisor, slot, start, end, RF_RANGE_DUE);
+		slot->flags |= RF_SLOT_COUNTED;
+		rf_registry_unlist(registry, index);
+		rf_advise_extent(advisor, slot, &start, &end);
+		if (start < end)
+			rf_ranges_tidy(&advisor->ranges, start, end);
+	}
+}
+
+static void ask_unasked(struct rf_advisor *advisor)
+{
+	uintptr_t at, hole;
+	struct rf_run run;
+
+	advisor->touched = 0;
+	for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_unasked, &run); at = run.end)
+		if (rf_advise_ask(advisor, run.start, run.end, run.unmarked, &hole) < 0)
+			break;
+}
+
+static void unmark_shared(struct rf_advisor *advisor)
+{
+	struct rf_run run;
+	uintptr_t at;
+
+	for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_marked_but_shared, &run);
+	     at = run.end)
+		rf_advise_unmark(advisor, run.start, run.end);
+}
+
+static void note_marked(struct rf_advisor *advisor, const struct iovec *run)
+{
+	uintptr_t start = (uintptr_t)run->iov_base, end = start + run->iov_len;
+
+	rf_ranges_set_mark(&advisor->ranges, start, end, RF_MARK_OMIT);
+	rf_ranges_set_flags(&advisor->ranges, start, end, 0, RF_RANGE_DUE);
+}
+
+/* One run by itself. What the kernel refuses is its own to copy. */
+static void mark_run(struct rf_advisor *advisor, struct batch *batch, const struct iovec *run)
+{
+	uintptr_t start = (uintptr_t)run->iov_base, end = start + run->iov_len;
+	int rc = rf_advise_call(advisor, start, end, MADV_DONTFORK);
+
+	if (rc >= 0) {
+		note_marked(advisor, run);
+		return;
+	}
+	batch->full = rc == -ENOMEM || rc == -EAGAIN;
+	/* It may have advised part of it. */
+	rf_ranges_set_mark(&advisor->ranges, start, end, RF_MARK_OMIT);
+	rf_advise_unmark(advisor, start, end);
+}
+
+static void flush(struct rf_advisor *advisor, struct batch *batch)
+{
+	unsigned int done = 0;
+	ssize_t advised = 0;
+
+	if (batch->count > 1 && advisor->kernel->process_madvise) {
+		advisor->madvise_calls++;
+		advised = rf_sys_madvise_many(batch->runs, batch->count, MADV_DONTFORK);
+	}
+	while (done < batch->count && advised >= (ssize_t)batch->runs[done].iov_len) {
+		advised -= (ssize_t)batch->runs[done].iov_len;
+		note_marked(advisor, &batch->runs[done++]);
+	}
+	while (done < batch->count && !batch->full)
+		mark_run(advisor, batch, &batch->runs[done++]);
+	batch->count = 0;
+}
+
+/* Mark due runs of at least @nbytes while there is room for them. */
+static void mark_due(struct rf_advisor *advisor, size_t nbytes)
+{
+	struct batch batch = { .count = 0 };
+	uint64_t room = advisor->vma_budget / 2, taken = rf_ranges_runs(&advisor->ranges);
+	struct rf_run run;
+	uintptr_t at;
+
+	for (at = 0; !batch.full && taken < room &&
+		     rf_advise_next_run(advisor, at, UINTPTR_MAX, is_due, &run);
+	     at = run.end) {
+		if (run.end - run.start < nbytes)
+			continue;
+		batch.runs[batch.count].iov_base = (void *)run.start;
+		batch.runs[batch.count].iov_len = run.end - run.start;
+		taken++;
+		if (++batch.count < BATCH)
+			continue;
+		flush(advisor, &batch);
+		taken = rf_ranges_runs(&advisor->ranges);
+	}
+	flush(advisor, &batch);
+}
+
+/* Is there anything left that the next fold may find to do? */
+static bool remains(struct rf_advisor *advisor)
+{
+	struct rf_run run;
+
+	return rf_advise_next_run(advisor, 0, UINTPTR_MAX, is_due, &run) ||
+	       rf_advise_next_run(advisor, 0, UINTPTR_MAX, is_unasked, &run);
+}
+
+static void walk(struct rf_advisor *advisor, bool marking)
+{
+	uint32_t due_runs = 0;
+	struct rf_run run;
+	uintptr_t at;
+	size_t step;
+
+	ask_unasked(advisor);
+	unmark_shared(advisor);
+	if (marking) {
+		for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_due, &run);
+		     at = run.end)
+			due_runs++;
+		step = 2 * ((uint64_t)due_runs + rf_ranges_runs(&advisor->ranges)) <=
+				       advisor->vma_budget
+			       ? 3
+			       : 0;
+		for (; due_runs && step < 4; step++)
+			mark_due(advisor, page_steps[step] * advisor->kernel->page_size);
+	}
+	rf_ranges_tidy(&advisor->ranges, 0, UINTPTR_MAX);
+	advisor->dirty = remains(advisor);
+}
+
+void rf_advise_fold(struct rf_advisor *advisor, struct rf_registry *registry)
+{
+	if (advisor->ranges.retries)
+		rf_advise_retry(advisor);
+	if (!registry->listed && !advisor->dirty)
+		return;
+	/* Without /proc nothing tells private from shared: all is left to the kernel. */
+	if (rf_vma_open(&advisor->reader) < 0)
+		return;
+	count_listed(advisor, registry);
+	walk(advisor, true);
+	rf_vma_close(&advisor->reader);
+}
+
+void rf_advise_settle(struct rf_advisor *advisor)
+{
+	if (!advisor->dirty || rf_vma_open(&advisor->reader) < 0)
+		return;
+	walk(advisor, false);
+	advisor->dirty = true;
+	rf_vma_close(&advisor->reader);
+}

@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * The fork handlers. Plain C that allocates nothing from malloc() and leaves
+ * errno alone, which glibc before 2.33 does not do for its callers.
+ */
+#include "engine.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sys/mman.h>
+
+static void prepare(void)
+{
+	struct rf_engine *engine = &rf_engine;
+
+	rf_notice_child();
+	__atomic_add_fetch(&engine->window, 1, __ATOMIC_SEQ_CST);
+	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
+		return;
+	if (rf_enter(0) < 0) {
+		/* A signal handler inside the engine: what waits is the kernel's to copy. */
+		__atomic_add_fetch(&engine->forks_unprepared, 1, __ATOMIC_RELAXED);
+		return;
+	}
+	engine->forks++;
+	rf_advise_fold(&engine->advisor, &engine->registry);
+	rf_leave();
+}
+
+static void parent(void)
+{
+	__atomic_sub_fetch(&rf_engine.window, 1, __ATOMIC_SEQ_CST);
+}
+
+static void child(void)
+{
+	rf_notice_child();
+}
+
+/* Used where the page that notices raw clones cannot be had. */
+static uint32_t always_alive = 1;
+
+/*
+ * As the library is loaded: a handler that is installed while another thread
+ * forks is skipped for that fork, and glibc before 2.36 deadlocks on
+ * pthread_atfork() in a thread that another fork handler waits for.
+ */
+__attribute__((constructor)) static void install(void)
+{
+	struct rf_engine *engine = &rf_engine;
+	void *page = NULL;
+	size_t nbytes = 64 * 1024; /* the largest base page */
+
+	rf_registry_init(&engine->registry);
+	rf_advisor_init(&engine->advisor);
+	engine->alive = &always_alive;
+	if (rf_sys_map(nbytes, &page) >= 0 &&
+	    rf_sys_madvise((uintptr_t)page, nbytes, MADV_WIPEONFORK) >= 0) {
+		engine->alive = page;
+		*engine->alive = 1;
+	}
+	engine->generation = 1;
+	pthread_atfork(prepare, parent, child);
+}

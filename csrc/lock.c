@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "lock.h"
+
+#define SPINS 64
+
+/* The futex is the half of the word that holds the waiters' bit. */
+static const uint32_t *futex_of(const struct rf_lock *lock)
+{
+	const uint32_t *halves = (const uint32_t *)&lock->word;
+
+	return halves + (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__);
+}
+
+void rf_lock_wait(struct rf_lock *lock)
+{
+	uint64_t word;
+	int spins;
+
+	for (spins = 0; spins < SPINS; spins++) {
+		if (!__atomic_load_n(&lock->word, __ATOMIC_RELAXED) && rf_lock_try(lock))
+			return;
+		__asm__ volatile("" ::: "memory");
+	}
+	for (;;) {
+		word = __atomic_load_n(&lock->word, __ATOMIC_RELAXED);
+		if (!word) {
+			/* Others may sleep still, so it is taken with the waiters' bit. */
+			if (__atomic_compare_exchange_n(&lock->word, &word,
+							rf_lock_self() | RF_LOCK_WAITERS, false,
+							__ATOMIC_ACQUIRE, __ATOMIC_RELAXED))
+				return;
+			continue;
+		}
+		if (!(word & RF_LOCK_WAITERS) &&
+		    !__atomic_compare_exchange_n(&lock->word, &word, word | RF_LOCK_WAITERS, false,
+						 __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+			continue;
+		rf_sys_futex_wait(futex_of(lock), (uint32_t)(word | RF_LOCK_WAITERS));
+	}
+}
+
+void rf_lock_wake(struct rf_lock *lock)
+{
+	rf_sys_futex_wake(futex_of(lock));
+}

@@ -1,0 +1,39 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "memory.h"
+
+#include <errno.h>
+
+/* Doubled from here, so that the mapped size is a multiple of every page size. */
+#define FIRST_BYTES (64u * 1024)
+
+int rf_memory_grow(struct rf_memory *memory, uint32_t count)
+{
+	size_t needed = (size_t)count * memory->item_size;
+	size_t mapped = memory->mapped ? memory->mapped : FIRST_BYTES;
+	void *items;
+	int rc;
+
+	if (count <= memory->capacity)
+		return 0;
+	while (mapped < needed)
+		mapped *= 2;
+	if (memory->items)
+		rc = rf_sys_remap(memory->items, memory->mapped, mapped, &items);
+	else
+		rc = rf_sys_map(mapped, &items);
+	if (rc < 0)
+		return -ENOMEM;
+	memory->items = items;
+	memory->mapped = mapped;
+	memory->capacity = (uint32_t)(mapped / memory->item_size);
+	return 0;
+}
+
+void rf_memory_free(struct rf_memory *memory)
+{
+	if (memory->items)
+		rf_sys_unmap(memory->items, memory->mapped);
+	memory->items = NULL;
+	memory->mapped = 0;
+	memory->capacity = 0;
+}

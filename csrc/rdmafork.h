@@ -1,0 +1,202 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * rdmafork: fork() with registered memory, safe and cheap.
+ *
+ * RDMA hardware reads and writes the physical pages of a buffer. fork() makes
+ * private pages copy-on-write, and on kernels that know of pinned pages copies
+ * them for the child: slow, or, on older ones, the parent loses the page the
+ * device writes to. This engine keeps registered pages out of the child with
+ * madvise(MADV_DONTFORK), and where the kernel's own copying can be trusted it
+ * does so in a fork handler: a registration then costs no system call.
+ *
+ *	rf_fork_init(RF_MODE_AUTO, &error);
+ *	rf_register(address, nbytes, RF_HELD, RF_OMIT, &handle, &error);
+ *	...			fork() here is safe
+ *	rf_release(handle, 0);
+ *
+ * Every function may be called from any thread at any time, other libraries'
+ * fork handlers included. From a signal handler that interrupted the engine in
+ * the same thread, rf_register() and rf_release() return -EDEADLK; fork() works.
+ * Functions return >= 0, or a negated errno; errno itself is left alone.
+ * After any failure the state is as it was before the call.
+ */
+#ifndef RDMAFORK_H
+#define RDMAFORK_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define RF_API __attribute__((visibility("default")))
+
+/* Changes when a caller compiled against an older header would misbehave. */
+#define RF_ABI 1
+
+enum rf_mode {
+	RF_MODE_NONE = 0,	/* rf_fork_init() has not been called */
+	RF_MODE_AUTO = 1,	/* $RDMAFORK_MODE, else lazy where copying is trusted */
+	RF_MODE_LAZY = 2,	/* advice is applied by the fork handler that needs it */
+	RF_MODE_EAGER = 3,	/* advice is on when rf_register() returns */
+};
+
+/* What a child gets of registered private pages. */
+enum rf_policy {
+	RF_OMIT = 0,		/* nothing: the pages are absent */
+	RF_WIPE = 1,		/* zeros */
+	RF_KEEP = 2,		/* a copy */
+	RF_POLICIES = 3,
+};
+
+/* What the caller knows of the memory. */
+#define RF_HELD		1u	/* it stays mapped, as it is, until rf_release() */
+/* Return -EAGAIN rather than wait for a lock or enter the kernel. */
+#define RF_NOWAIT	2u
+
+/* Causes that need different cures, beside the errno that is returned. */
+enum rf_cause {
+	RF_CAUSE_NONE = 0,
+	RF_CAUSE_WRAP,		/* EOVERFLOW: address + nbytes leaves the address space */
+	RF_CAUSE_POLICY,	/* EINVAL, ENOTSUP: no such policy, or not to be had here */
+	RF_CAUSE_HOLE,		/* ENOMEM: [start, end) of the range is not mapped */
+	RF_CAUSE_VMA_LIMIT,	/* ENOMEM: would take more than half of vm.max_map_count */
+	RF_CAUSE_ENGINE_MEMORY,	/* ENOMEM: the engine's own tables cannot grow */
+	RF_CAUSE_REFUSED,	/* the kernel's madvise() refused [start, end): sealed, special */
+	RF_CAUSE_NO_PROC,	/* the page size of [start, end) is unknown without /proc */
+	RF_CAUSE_SIGNAL,	/* EDEADLK: called by a signal handler inside the engine */
+	RF_CAUSE_LATE,		/* EINVAL: a registration was made before rf_fork_init() */
+	RF_CAUSE_MODE,		/* EINVAL: the engine runs with another mode already */
+	RF_CAUSE_ENVIRONMENT,	/* EINVAL: a variable holds a value that means nothing */
+	RF_CAUSE_UNTRUSTED,	/* ENOTSUP: lazy, where the kernel does not copy at fork */
+	RF_CAUSE_KERNEL,	/* ENOSYS: no MADV_DONTFORK */
+	RF_CAUSE_OTHER_ENGINE,	/* EEXIST: another copy of librdmafork runs in this process */
+};
+
+struct rf_error {
+	enum rf_cause cause;
+	uintptr_t start, end;	/* the range the cause speaks of, page aligned */
+	char text[256];		/* another engine's path; a variable and its value */
+};
+
+/*
+ * Names one registration. The serial is never used again, in this process or in
+ * any child, so a released handle is -ESTALE and one of the parent's -ECHILD for
+ * ever. A zeroed handle is -ESTALE.
+ */
+struct rf_handle {
+	uint64_t serial;
+	uint32_t slot;
+	uint32_t reserved;
+};
+
+/* RF_ABI of the library that is loaded. */
+RF_API int rf_abi(void);
+
+/*
+ * Start protecting registered memory. A second call with the same wishes does
+ * nothing. @mode: RF_MODE_AUTO, RF_MODE_LAZY or RF_MODE_EAGER. A forked child
+ * inherits the mode and may choose another before it registers.
+ * -EINVAL (LATE, MODE, ENVIRONMENT), -ENOTSUP, -ENOSYS, -ENOMEM, -EEXIST.
+ */
+RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error);
+
+/* The mode in force, RF_MODE_NONE before rf_fork_init(). */
+RF_API enum rf_mode rf_mode(void);
+
+/*
+ * Register [@address, @address + @nbytes). @flags says whether the memory is
+ * held: without RF_HELD it may be unmapped before it is released, so advice is
+ * applied at once in either mode. The first registration reads RDMAV_FORK_SAFE
+ * and IBV_FORK_SAFE; if one is set it calls rf_fork_init() and fails as that does.
+ * Returns 1 if the memory is protected, 0 if rf_fork_init() was never called;
+ * *@handle names the registration. No bytes at all is a registration of nothing.
+ */
+RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
+		       enum rf_policy policy, struct rf_handle *handle,
+		       struct rf_error *error);
+
+/*
+ * Give a registration back. Pages nobody else registered and that a fork has
+ * marked are unmarked before this returns (where the kernel's VMA limit forbids
+ * it, as soon as it can be done). -ESTALE: released already. -ECHILD: it is the
+ * parent's; no system call is made. -EAGAIN with RF_NOWAIT in @flags.
+ */
+RF_API int rf_release(struct rf_handle handle, unsigned int flags);
+
+/* 1 live and protected, 0 live and not protected, -ESTALE, -ECHILD. */
+RF_API int rf_handle_state(struct rf_handle handle);
+
+/* A number that is another in every forked child, raw clone() included. */
+RF_API uint64_t rf_generation(void);
+
+enum rf_protection {
+	RF_BY_NOTHING = 0,	/* registered before rf_fork_init() */
+	RF_BY_ADVICE = 1,	/* marked: "dc" in VmFlags of /proc/self/smaps */
+	RF_BY_KERNEL = 2,	/* copied by the kernel at fork: slow, safe */
+	RF_BY_HANDLER = 3,	/* pending: the next fork() decides */
+	RF_BY_SHARING = 4,	/* shared memory, which fork() never moves */
+};
+
+struct rf_range_info {
+	uintptr_t start, end;		/* page aligned, half open */
+	uint32_t registrations;		/* how many touch it */
+	uint8_t policy;			/* enum rf_policy in force */
+	uint8_t protection;		/* enum rf_protection */
+	uint16_t reserved;
+};
+
+/*
+ * Lists the registered pages in order of address: at most @capacity entries go
+ * to @out, the number there are is returned. Looks up what is mapped where that
+ * is not known yet. -ENOMEM, -EDEADLK.
+ */
+RF_API ssize_t rf_list(struct rf_range_info *out, size_t capacity);
+
+struct rf_stats {
+	uint64_t registrations;		/* live */
+	uint64_t pending;		/* of these, waiting for a fork */
+	uint64_t ranges;		/* distinct page ranges counted */
+	uint64_t marked_ranges;		/* of these, marked in the kernel */
+	uint64_t marked_bytes;
+	uint64_t vmas;			/* upper bound of VMAs the marks add */
+	uint64_t vma_budget;		/* never exceeded: half of vm.max_map_count */
+	uint64_t left_ranges;		/* could be marked, left to the kernel's copying */
+	uint64_t left_bytes;
+	uint64_t unreleased_bytes;	/* released, still marked: to be retried */
+	uint64_t madvise_calls;		/* since fork_init, process_madvise() included */
+	uint64_t query_calls;		/* questions asked of /proc */
+	uint64_t forks;			/* forks through libc seen by the handlers */
+	uint64_t forks_unprepared;	/* from a signal handler inside the engine */
+	uint64_t engine_bytes;		/* memory the engine holds */
+};
+
+/* Fills *@stats. 0, or -EDEADLK. */
+RF_API int rf_stats(struct rf_stats *stats);
+
+enum rf_how {
+	RF_HOW_VERSION = 0,	/* from the kernel's version */
+	RF_HOW_NETLINK = 1,	/* the kernel says so over RDMA netlink */
+};
+
+struct rf_kernel {
+	char release[65];
+	uint8_t copy_on_fork;		/* pinned pages are copied at fork() */
+	uint8_t copy_how;		/* enum rf_how */
+	uint8_t copy_trusted;		/* and no race loses them: 5.19 and later */
+	uint8_t procmap_query;
+	uint8_t process_madvise;	/* works for MADV_DONTFORK on this process */
+	uint8_t huge_shifts[8];		/* log2 of the huge page sizes, 0 ends */
+	uint32_t page_size;
+	uint32_t max_map_count;
+};
+
+/* Fills *@kernel; reads the kernel at the first call and remembers. */
+RF_API void rf_kernel_info(struct rf_kernel *kernel);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* RDMAFORK_H */

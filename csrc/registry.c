@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "registry.h"
+
+#include <errno.h>
+#include <string.h>
+
+void rf_registry_init(struct rf_registry *registry)
+{
+	memset(registry, 0, sizeof(*registry));
+	registry->slots.item_size = sizeof(struct rf_slot);
+	registry->first_listed = RF_SLOT_NONE;
+	registry->last_listed = RF_SLOT_NONE;
+}
+
+void rf_registry_clear(struct rf_registry *registry)
+{
+	struct rf_memory slots = registry->slots;
+	uint64_t last_serial = registry->last_serial;
+
+	rf_registry_init(registry);
+	registry->slots = slots;
+	registry->last_serial = last_serial;
+	registry->inherited = last_serial;
+}
+
+struct rf_slot *rf_registry_find(const struct rf_registry *registry, struct rf_handle handle,
+				 int *why)
+{
+	struct rf_slot *slot;
+
+	*why = -ECHILD;
+	if (handle.serial && handle.serial <= registry->inherited)
+		return NULL;
+	*why = -ESTALE;
+	if (!handle.serial || handle.slot >= registry->touched)
+		return NULL;
+	slot = rf_registry_slot(registry, handle.slot);
+	return slot->serial == handle.serial ? slot : NULL;
+}
+
+void rf_registry_check(const struct rf_registry *registry)
+{
+	uint32_t index, live = 0, listed = 0, before = RF_SLOT_NONE;
+	const struct rf_slot *slot;
+
+	for (index = 0; index < registry->touched; index++) {
+		slot = rf_registry_slot(registry, index);
+		RF_ASSERT(slot->serial <= registry->last_serial);
+		RF_ASSERT(!slot->serial || slot->serial > registry->inherited);
+		live += slot->serial != 0;
+	}
+	RF_ASSERT(live == registry->live);
+	for (index = registry->free_slot; index; index = slot->next) {
+		slot = rf_registry_slot(registry, index - 1);
+		RF_ASSERT(!slot->serial);
+		live++;
+	}
+	RF_ASSERT(live == registry->touched);
+	for (index = registry->first_listed; index != RF_SLOT_NONE; index = slot->next) {
+		slot = rf_registry_slot(registry, index);
+		RF_ASSERT(slot->serial && slot->flags & RF_SLOT_LISTED);
+		RF_ASSERT(slot->prev == before);
+		before = index;
+		listed++;
+	}
+	RF_ASSERT(before == registry->last_listed);
+	RF_ASSERT(listed == registry->listed);
+	(void)live, (void)listed, (void)before;
+}

@@ -1,0 +1,146 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * The registrations themselves: one slot each, taken and given back in constant
+ * time, found by index. Slots that wait for the next fork are in a list, from
+ * which a release takes them out again: a registration that lives and dies
+ * between two forks costs no more than this.
+ *
+ *	slots  [free] [listed] [  ] [listed] [free] ...
+ *	          free list            listed, both ways
+ *
+ * A slot carries the serial of its registration, 0 when free: a handle with
+ * another serial is stale, whoever uses the slot now. Serials only grow, and a
+ * child goes on where its parent was, so those of the parent are known for ever.
+ *
+ * No locks: the engine's lock is held.
+ */
+#ifndef RF_REGISTRY_H
+#define RF_REGISTRY_H
+
+#include "memory.h"
+#include "rdmafork.h"
+
+#include <stdbool.h>
+
+#define RF_SLOT_NONE UINT32_MAX
+
+/* Its pages are counted in the ranges. */
+#define RF_SLOT_COUNTED		1u
+/* In the list: to be counted, or what is mapped at its ends to be asked, by the next fold. */
+#define RF_SLOT_LISTED		2u
+/* rf_fork_init() came after it, or never: nothing protects it. */
+#define RF_SLOT_UNPROTECTED	4u
+#define RF_SLOT_HELD		8u
+
+struct rf_slot {
+	uintptr_t start, end;	/* the registered bytes */
+	uint64_t serial;
+	uint32_t prev, next;	/* listed, or next of the free */
+	uint8_t flags;
+	uint8_t policy;
+	/* Log2 of the pages the two ends are rounded to; 0 is a base page. */
+	uint8_t start_shift, end_shift;
+};
+
+struct rf_registry {
+	struct rf_memory slots;
+	uint32_t touched;	/* slots ever used */
+	uint32_t free_slot;	/* index + 1 */
+	uint32_t live;
+	uint32_t listed;
+	uint32_t first_listed, last_listed;
+	uint64_t last_serial;
+	uint64_t inherited;	/* serials up to here are the parent's */
+};
+
+void rf_registry_init(struct rf_registry *registry);
+
+/* Forget everything and keep the memory: all serials so far are the parent's. */
+void rf_registry_clear(struct rf_registry *registry);
+
+/* Room for one more. -ENOMEM: nothing has changed. */
+static inline int rf_registry_reserve(struct rf_registry *registry)
+{
+	if (rf_likely(registry->free_slot || registry->touched < registry->slots.capacity))
+		return 0;
+	return rf_memory_grow(&registry->slots, registry->touched + 1);
+}
+
+static inline struct rf_slot *rf_registry_slot(const struct rf_registry *registry, uint32_t index)
+{
+	return (struct rf_slot *)registry->slots.items + index;
+}
+
+/* Take a slot; there is room. Its policy, bytes and flags are the caller's to set. */
+static inline struct rf_slot *rf_registry_take(struct rf_registry *registry, uint32_t *index)
+{
+	struct rf_slot *slot;
+
+	if (registry->free_slot) {
+		*index = registry->free_slot - 1;
+		slot = rf_registry_slot(registry, *index);
+		registry->free_slot = slot->next;
+	} else {
+		RF_ASSERT(registry->touched < registry->slots.capacity);
+		*index = registry->touched++;
+		slot = rf_registry_slot(registry, *index);
+	}
+	slot->serial = ++registry->last_serial;
+	slot->start_shift = 0;
+	slot->end_shift = 0;
+	registry->live++;
+	return slot;
+}
+
+/* Give a slot back that is not listed. */
+static inline void rf_registry_put(struct rf_registry *registry, uint32_t index)
+{
+	struct rf_slot *slot = rf_registry_slot(registry, index);
+
+	RF_ASSERT(slot->serial && !(slot->flags & RF_SLOT_LISTED));
+	slot->serial = 0;
+	slot->flags = 0;
+	slot->next = registry->free_slot;
+	registry->free_slot = index + 1;
+	registry->live--;
+}
+
+static inline void rf_registry_list(struct rf_registry *registry, uint32_t index)
+{
+	struct rf_slot *slot = rf_registry_slot(registry, index);
+
+	slot->flags |= RF_SLOT_LISTED;
+	slot->next = RF_SLOT_NONE;
+	slot->prev = registry->last_listed;
+	if (slot->prev == RF_SLOT_NONE)
+		registry->first_listed = index;
+	else
+		rf_registry_slot(registry, slot->prev)->next = index;
+	registry->last_listed = index;
+	registry->listed++;
+}
+
+static inline void rf_registry_unlist(struct rf_registry *registry, uint32_t index)
+{
+	struct rf_slot *slot = rf_registry_slot(registry, index);
+
+	slot->flags &= (uint8_t)~RF_SLOT_LISTED;
+	if (slot->prev == RF_SLOT_NONE)
+		registry->first_listed = slot->next;
+	else
+		rf_registry_slot(registry, slot->prev)->next = slot->next;
+	if (slot->next == RF_SLOT_NONE)
+		registry->last_listed = slot->prev;
+	else
+		rf_registry_slot(registry, slot->next)->prev = slot->prev;
+	registry->listed--;
+}
+
+/* The live slot of @handle. NULL with *@why -ESTALE or -ECHILD. */
+struct rf_slot *rf_registry_find(const struct rf_registry *registry, struct rf_handle handle,
+				 int *why);
+
+/* Asserts the invariants (tests). */
+void rf_registry_check(const struct rf_registry *registry);
+
+#endif

@@ -1,0 +1,179 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#define _GNU_SOURCE /* secure_getenv(), dl_iterate_phdr() */
+#include "start.h"
+#include "engine.h"
+#include "kernel.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <link.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int wrong_value(struct rf_error *error, const char *name, const char *value)
+{
+	error->cause = RF_CAUSE_ENVIRONMENT;
+	snprintf(error->text, sizeof(error->text), "%s=%.64s", name, value);
+	return -EINVAL;
+}
+
+/* The mode the environment asks for in place of RF_MODE_AUTO; AUTO if none. */
+static int mode_of_environment(enum rf_mode *mode, struct rf_error *error)
+{
+	const char *value = secure_getenv("RDMAFORK_MODE");
+
+	*mode = RF_MODE_AUTO;
+	if (!value || !*value || !strcmp(value, "auto"))
+		return 0;
+	if (!strcmp(value, "lazy"))
+		*mode = RF_MODE_LAZY;
+	else if (!strcmp(value, "eager"))
+		*mode = RF_MODE_EAGER;
+	else
+		return wrong_value(error, "RDMAFORK_MODE", value);
+	return 0;
+}
+
+static int edges_of_environment(bool *whole, struct rf_error *error)
+{
+	const char *value = secure_getenv("RDMAFORK_EDGES");
+
+	*whole = value && !strcmp(value, "whole");
+	return *whole || !value || !*value ? 0 : wrong_value(error, "RDMAFORK_EDGES", value);
+}
+
+struct object_name {
+	size_t wanted, at;
+	char text[4096];
+};
+
+static int copy_name(struct dl_phdr_info *object, size_t size, void *data)
+{
+	struct object_name *name = data;
+
+	(void)size;
+	if (name->at++ < name->wanted)
+		return 0;
+	snprintf(name->text, sizeof(name->text), "%s", object->dlpi_name);
+	return 1;
+}
+
+/* Does the object of that name hold an engine, not this one, that runs? */
+static bool runs_another(const char *name)
+{
+	enum rf_mode (*other_mode)(void) = NULL;
+	/* RTLD_NOLOAD: a look at what is there, which loads and runs nothing. */
+	void *handle = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+
+	if (!handle)
+		return false;
+	*(void **)&other_mode = dlsym(handle, "rf_mode");
+	dlclose(handle);
+	return other_mode && other_mode != rf_mode && other_mode() != RF_MODE_NONE;
+}
+
+/*
+ * Two engines would undo each other's advice: their counts know nothing of each
+ * other. The objects are looked at one by one, as dl_iterate_phdr() holds a lock
+ * of the loader's under which dlopen() must not be called.
+ */
+static int refuse_second_engine(struct rf_error *error)
+{
+	struct object_name name;
+
+	for (name.wanted = 0;; name.wanted++) {
+		name.at = 0;
+		if (!dl_iterate_phdr(copy_name, &name))
+			return 0;
+		if (runs_another(name.text))
+			break;
+	}
+	error->cause = RF_CAUSE_OTHER_ENGINE;
+	snprintf(error->text, sizeof(error->text), "%.255s", name.text);
+	return -EEXIST;
+}
+
+static int refuse_kernel(const struct rf_kernel *kernel, enum rf_mode mode, struct rf_error *error)
+{
+	if (!rf_kernel_has_dontfork()) {
+		error->cause = RF_CAUSE_KERNEL;
+		return -ENOSYS;
+	}
+	if (mode == RF_MODE_LAZY && !kernel->copy_on_fork) {
+		error->cause = RF_CAUSE_UNTRUSTED;
+		return -ENOTSUP;
+	}
+	return 0;
+}
+
+/* The engine is entered. */
+static int start(enum rf_mode mode, bool any, bool whole, struct rf_error *error)
+{
+	struct rf_engine *engine = &rf_engine;
+	const struct rf_kernel *kernel = rf_kernel();
+	int rc;
+
+	if (mode == RF_MODE_AUTO)
+		mode = kernel->copy_trusted ? RF_MODE_LAZY : RF_MODE_EAGER;
+	if (engine->mode != RF_MODE_NONE && (any || mode == engine->mode))
+		return 0;
+	if (engine->mode != RF_MODE_NONE && !(engine->mode_inherited && !engine->registered)) {
+		error->cause = RF_CAUSE_MODE;
+		return -EINVAL;
+	}
+	if (engine->registered) {
+		error->cause = RF_CAUSE_LATE;
+		return -EINVAL;
+	}
+	rc = refuse_kernel(kernel, mode, error);
+	if (rc < 0)
+		return rc;
+	if (rf_registry_reserve(&engine->registry) < 0 ||
+	    rf_ranges_reserve(&engine->advisor.ranges, 1) < 0) {
+		error->cause = RF_CAUSE_ENGINE_MEMORY;
+		return -ENOMEM;
+	}
+	rf_advisor_start(&engine->advisor, kernel, whole);
+	engine->environment_read = true;
+	__atomic_store_n(&engine->mode, mode, __ATOMIC_RELAXED);
+	return 0;
+}
+
+RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
+{
+	/* Who does not care joins whatever runs. */
+	bool any = mode == RF_MODE_AUTO, whole;
+	int rc;
+
+	error->cause = RF_CAUSE_MODE;
+	error->start = 0;
+	error->end = 0;
+	if (mode != RF_MODE_AUTO && mode != RF_MODE_LAZY && mode != RF_MODE_EAGER)
+		return -EINVAL;
+	error->cause = RF_CAUSE_NONE;
+	rc = any ? mode_of_environment(&mode, error) : 0;
+	if (rc >= 0)
+		rc = edges_of_environment(&whole, error);
+	/* Outside the lock: the loader may be waiting for whoever holds it. */
+	if (rc >= 0)
+		rc = refuse_second_engine(error);
+	if (rc < 0)
+		return rc;
+	rc = rf_enter(0);
+	if (rc < 0) {
+		error->cause = RF_CAUSE_SIGNAL;
+		return rc;
+	}
+	rc = start(mode, any, whole, error);
+	rf_leave();
+	return rc;
+}
+
+int rf_start_by_environment(struct rf_error *error)
+{
+	if (secure_getenv("RDMAV_FORK_SAFE") || secure_getenv("IBV_FORK_SAFE"))
+		return rf_fork_init(RF_MODE_AUTO, error);
+	rf_engine.environment_read = true;
+	return 0;
+}

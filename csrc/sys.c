@@ -1,0 +1,302 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#define _GNU_SOURCE /* mremap() */
+#include "sys.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <linux/netlink.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+#ifdef RF_TESTING
+static unsigned long fail_at, faults, calls;
+static int fail_with;
+
+void rf_sys_fail(unsigned long nth, int error)
+{
+	fail_with = error;
+	__atomic_store_n(&fail_at, nth, __ATOMIC_SEQ_CST);
+}
+
+unsigned long rf_sys_faults(void)
+{
+	return __atomic_load_n(&faults, __ATOMIC_SEQ_CST);
+}
+
+unsigned long rf_sys_calls(void)
+{
+	return __atomic_load_n(&calls, __ATOMIC_SEQ_CST);
+}
+
+static int injected(void)
+{
+	__atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST);
+	if (!__atomic_load_n(&fail_at, __ATOMIC_SEQ_CST) ||
+	    __atomic_sub_fetch(&fail_at, 1, __ATOMIC_SEQ_CST))
+		return 0;
+	__atomic_add_fetch(&faults, 1, __ATOMIC_SEQ_CST);
+	return fail_with;
+}
+
+#define RETURN_IF_INJECTED()                 \
+	do {                                 \
+		int error_ = injected();     \
+		if (error_)                  \
+			return -error_;      \
+	} while (0)
+#else
+#define RETURN_IF_INJECTED() ((void)0)
+#endif
+
+/* Call the kernel; errno is read here and nowhere else, and put back. */
+#define KERNEL(result, call)                 \
+	do {                                 \
+		int saved_ = errno;          \
+		(result) = (call);           \
+		if ((result) == -1)          \
+			(result) = -errno;   \
+		errno = saved_;              \
+	} while (0)
+
+int rf_sys_madvise(uintptr_t start, size_t nbytes, int advice)
+{
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, madvise((void *)start, nbytes, advice));
+	return rc;
+}
+
+/* linux/pidfd.h, Linux 6.14; older kernels take it for a bad descriptor. */
+#define PIDFD_SELF (-10000)
+
+ssize_t rf_sys_madvise_many(const struct iovec *ranges, unsigned int count, int advice)
+{
+	ssize_t rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, syscall(SYS_process_madvise, PIDFD_SELF, ranges, count, advice, 0));
+	return rc;
+}
+
+int rf_sys_map(size_t nbytes, void **out)
+{
+	void *memory;
+	intptr_t rc;
+
+	RETURN_IF_INJECTED();
+	memory = NULL;
+	KERNEL(rc, (intptr_t)(memory = mmap(NULL, nbytes, PROT_READ | PROT_WRITE,
+					    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)));
+	if (memory == MAP_FAILED)
+		return (int)rc;
+	*out = memory;
+	return 0;
+}
+
+int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out)
+{
+	void *memory;
+	intptr_t rc;
+
+	RETURN_IF_INJECTED();
+	memory = NULL;
+	KERNEL(rc, (intptr_t)(memory = mremap(old, old_nbytes, nbytes, MREMAP_MAYMOVE)));
+	if (memory == MAP_FAILED)
+		return (int)rc;
+	*out = memory;
+	return 0;
+}
+
+int rf_sys_unmap(void *start, size_t nbytes)
+{
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, munmap(start, nbytes));
+	return rc;
+}
+
+int rf_sys_open(const char *path)
+{
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, open(path, O_RDONLY | O_CLOEXEC));
+	return rc;
+}
+
+ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes)
+{
+	ssize_t rc;
+
+	RETURN_IF_INJECTED();
+	do {
+		KERNEL(rc, read(fd, buffer, nbytes));
+	} while (rc == -EINTR);
+	return rc;
+}
+
+/* Not failed by the tests: Linux closes the descriptor whatever it returns. */
+int rf_sys_close(int fd)
+{
+	int rc;
+
+	KERNEL(rc, close(fd));
+	return rc;
+}
+
+/* linux/fs.h of Linux 6.11, named here since build machines have older headers. */
+struct procmap_query {
+	uint64_t size;
+	uint64_t query_flags;
+	uint64_t query_addr;
+	uint64_t vma_start;
+	uint64_t vma_end;
+	uint64_t vma_flags;
+	uint64_t vma_page_size;
+	uint64_t vma_offset;
+	uint64_t inode;
+	uint32_t dev_major;
+	uint32_t dev_minor;
+	uint32_t vma_name_size;
+	uint32_t build_id_size;
+	uint64_t vma_name_addr;
+	uint64_t build_id_addr;
+};
+
+#define PROCMAP_QUERY _IOWR('f', 17, struct procmap_query)
+#define PROCMAP_QUERY_VMA_WRITABLE 0x02
+#define PROCMAP_QUERY_VMA_SHARED 0x08
+#define PROCMAP_QUERY_COVERING_OR_NEXT_VMA 0x10
+
+int rf_sys_procmap_query(int fd, uintptr_t address, struct rf_vma *vma)
+{
+	struct procmap_query query = {
+		.size = sizeof(query),
+		.query_flags = PROCMAP_QUERY_COVERING_OR_NEXT_VMA,
+		.query_addr = address,
+	};
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, ioctl(fd, PROCMAP_QUERY, &query));
+	if (rc < 0)
+		return rc;
+	vma->start = query.vma_start;
+	vma->end = query.vma_end;
+	vma->shift = (uint8_t)__builtin_ctzll(query.vma_page_size);
+	vma->shared = !!(query.vma_flags & PROCMAP_QUERY_VMA_SHARED);
+	vma->writable = !!(query.vma_flags & PROCMAP_QUERY_VMA_WRITABLE);
+	vma->anonymous = !query.inode;
+	return 0;
+}
+
+void rf_sys_release(char *release, size_t nbytes)
+{
+	struct utsname name;
+	size_t length;
+	int rc;
+
+	KERNEL(rc, uname(&name));
+	length = rc < 0 ? 0 : strnlen(name.release, sizeof(name.release));
+	if (length >= nbytes)
+		length = nbytes - 1;
+	memcpy(release, name.release, length);
+	release[length] = '\0';
+}
+
+/* Not failed by the tests: a futex may return early at any time anyway. */
+int rf_sys_futex_wait(const uint32_t *word, uint32_t expected)
+{
+	int rc;
+
+	KERNEL(rc, (int)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, NULL, NULL, 0));
+	return rc;
+}
+
+int rf_sys_futex_wake(const uint32_t *word)
+{
+	int rc;
+
+	KERNEL(rc, (int)syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0));
+	return rc;
+}
+
+/* rdma/rdma_netlink.h: old headers lack the attribute. */
+#define NETLINK_RDMA_PROTOCOL 20
+#define NLDEV_CLIENT 5
+#define NLDEV_CMD_SYS_GET 6
+#define NLDEV_SYS_ATTR_COPY_ON_FORK 93
+
+static int copy_on_fork_of(const unsigned char *message, size_t nbytes)
+{
+	struct nlmsghdr header;
+	size_t at = NLMSG_HDRLEN;
+
+	if (nbytes < sizeof(header))
+		return -EPROTO;
+	memcpy(&header, message, sizeof(header));
+	if (header.nlmsg_type == NLMSG_ERROR || header.nlmsg_len > nbytes)
+		return -EOPNOTSUPP;
+	while (at + NLA_HDRLEN <= header.nlmsg_len) {
+		struct nlattr attribute;
+
+		memcpy(&attribute, message + at, sizeof(attribute));
+		if (attribute.nla_len < NLA_HDRLEN || at + attribute.nla_len > header.nlmsg_len)
+			return -EPROTO;
+		if ((attribute.nla_type & NLA_TYPE_MASK) == NLDEV_SYS_ATTR_COPY_ON_FORK &&
+		    attribute.nla_len > NLA_HDRLEN)
+			return message[at + NLA_HDRLEN] != 0;
+		at += NLA_ALIGN(attribute.nla_len);
+	}
+	/* The kernel answers and does not know the attribute: before 5.12. */
+	return 0;
+}
+
+static int ask_rdma(int fd)
+{
+	struct {
+		struct nlmsghdr header;
+		uint32_t padding;
+	} request = {
+		.header = {
+			.nlmsg_len = NLMSG_HDRLEN,
+			.nlmsg_type = (NLDEV_CLIENT << 10) | NLDEV_CMD_SYS_GET,
+			.nlmsg_flags = NLM_F_REQUEST,
+		},
+	};
+	const struct timeval patience = { .tv_sec = 1 };
+	unsigned char answer[4096];
+	ssize_t rc;
+
+	KERNEL(rc, setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)));
+	if (rc < 0)
+		return (int)rc;
+	KERNEL(rc, send(fd, &request, NLMSG_HDRLEN, 0));
+	if (rc < 0)
+		return (int)rc;
+	KERNEL(rc, recv(fd, answer, sizeof(answer), 0));
+	if (rc < 0)
+		return (int)rc;
+	return copy_on_fork_of(answer, (size_t)rc);
+}
+
+int rf_sys_rdma_copy_on_fork(void)
+{
+	int fd, rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(fd, socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_RDMA_PROTOCOL));
+	if (fd < 0)
+		return fd;
+	rc = ask_rdma(fd);
+	rf_sys_close(fd);
+	return rc;
+}

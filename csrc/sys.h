@@ -1,0 +1,83 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * The one seam to the kernel. Every function returns >= 0 or a negated errno
+ * and leaves errno as it was: the callers run inside other people's malloc and
+ * fork. All of them are safe in a signal handler. Tests count and fail these
+ * calls one by one (RF_TESTING).
+ */
+#ifndef RF_SYS_H
+#define RF_SYS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+
+#ifdef RF_TESTING
+#include <assert.h>
+#define RF_ASSERT(x) assert(x)
+#define RF_ASSERT_SLOW(x) assert(x)
+#elif !defined(NDEBUG)
+#include <assert.h>
+#define RF_ASSERT(x) assert(x)
+#define RF_ASSERT_SLOW(x) ((void)0)
+#else
+#define RF_ASSERT(x) ((void)0)
+#define RF_ASSERT_SLOW(x) ((void)0)
+#endif
+
+#define rf_likely(x) __builtin_expect(!!(x), 1)
+#define rf_unlikely(x) __builtin_expect(!!(x), 0)
+
+/* What PROCMAP_QUERY and /proc/self/smaps tell of one VMA. */
+struct rf_vma {
+	uintptr_t start, end;
+	uint8_t shift;		/* log2 of its page size */
+	uint8_t shared;		/* MAP_SHARED */
+	uint8_t writable;
+	uint8_t anonymous;	/* no file behind it */
+};
+
+int rf_sys_madvise(uintptr_t start, size_t nbytes, int advice);
+
+/*
+ * madvise() on many ranges of this process in one call. Returns the number of
+ * bytes advised, which stops at the first range that fails.
+ */
+ssize_t rf_sys_madvise_many(const struct iovec *ranges, unsigned int count, int advice);
+
+/* Anonymous private memory, zeroed. Never from malloc(): see memory.h. */
+int rf_sys_map(size_t nbytes, void **out);
+int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out);
+int rf_sys_unmap(void *start, size_t nbytes);
+
+int rf_sys_open(const char *path);
+ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes);
+int rf_sys_close(int fd);
+
+/*
+ * PROCMAP_QUERY (Linux 6.11) on an open /proc/self/maps: the VMA that holds
+ * @address or the first after it. -ENOENT: none. -ENOTTY: not supported.
+ */
+int rf_sys_procmap_query(int fd, uintptr_t address, struct rf_vma *vma);
+
+/* The kernel's version, as uname(2) has it; "" if it fails. */
+void rf_sys_release(char *release, size_t nbytes);
+
+int rf_sys_futex_wait(const uint32_t *word, uint32_t expected);
+int rf_sys_futex_wake(const uint32_t *word);
+
+/* RDMA_NLDEV_SYS_ATTR_COPY_ON_FORK: 0 or 1, negative when the kernel does not say. */
+int rf_sys_rdma_copy_on_fork(void);
+
+#ifdef RF_TESTING
+/*
+ * Fail the @nth call from now (1 is the next) with @error, or, with @nth 0,
+ * none. rf_sys_faults() counts the failures injected, rf_sys_calls() all calls.
+ */
+void rf_sys_fail(unsigned long nth, int error);
+unsigned long rf_sys_faults(void);
+unsigned long rf_sys_calls(void);
+#endif
+
+#endif

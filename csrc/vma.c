@@ -1,0 +1,244 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "vma.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/auxv.h>
+
+static uint8_t base_shift(void)
+{
+	return (uint8_t)__builtin_ctzl(getauxval(AT_PAGESZ));
+}
+
+void rf_vma_init(struct rf_vma_reader *reader, bool query, unsigned int huge_shift)
+{
+	memset(reader, 0, sizeof(*reader));
+	reader->query = query;
+	reader->huge_shift = huge_shift;
+	reader->table.item_size = sizeof(struct rf_vma);
+	reader->fd = -1;
+}
+
+/* Hexadecimal digits from *@at on; false if there is none or they overflow. */
+static bool parse_hex(const char *line, size_t length, size_t *at, uint64_t *value)
+{
+	size_t first = *at;
+	unsigned int digit;
+
+	*value = 0;
+	for (; *at < length && *at - first < 16; ++*at) {
+		char c = line[*at];
+
+		if (c >= '0' && c <= '9')
+			digit = (unsigned int)(c - '0');
+		else if (c >= 'a' && c <= 'f')
+			digit = (unsigned int)(c - 'a' + 10);
+		else
+			break;
+		*value = *value << 4 | digit;
+	}
+	return *at > first;
+}
+
+/* "7f00-7f10 rw-p 00000000 00:00 0     path" */
+bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma)
+{
+	uint64_t start, end, skipped;
+	size_t at = 0, permissions;
+
+	if (!parse_hex(line, length, &at, &start) || at >= length || line[at++] != '-')
+		return false;
+	if (!parse_hex(line, length, &at, &end) || at >= length || line[at++] != ' ')
+		return false;
+	permissions = at;
+	at += 5;
+	if (start >= end || end > UINTPTR_MAX || at >= length || line[at - 1] != ' ')
+		return false;
+	if (!parse_hex(line, length, &at, &skipped) || at >= length || line[at++] != ' ')
+		return false;
+	if (!parse_hex(line, length, &at, &skipped) || at >= length || line[at++] != ':')
+		return false;
+	if (!parse_hex(line, length, &at, &skipped) || at >= length || line[at++] != ' ')
+		return false;
+	if (at >= length || line[at] < '0' || line[at] > '9')
+		return false;
+	vma->start = (uintptr_t)start;
+	vma->end = (uintptr_t)end;
+	vma->writable = line[permissions + 1] == 'w';
+	vma->shared = line[permissions + 3] == 's' || line[permissions + 3] == 'S';
+	vma->shift = base_shift();
+	vma->anonymous = line[at] == '0';
+	return true;
+}
+
+/* A file of /proc, line by line. */
+struct text {
+	int fd;
+	size_t used, at;
+	uint64_t *questions;
+	char bytes[4096];
+};
+
+/*
+ * The next line without its end, cut at the buffer's size: the parts that matter
+ * come first. 0: there is no more.
+ */
+static int next_line(struct text *text, const char **line, size_t *length)
+{
+	char *newline;
+	ssize_t rc;
+
+	for (;;) {
+		newline = memchr(text->bytes + text->at, '\n', text->used - text->at);
+		if (newline || text->used - text->at == sizeof(text->bytes)) {
+			*line = text->bytes + text->at;
+			*length = newline ? (size_t)(newline - *line) : sizeof(text->bytes);
+			text->at += *length + (newline != NULL);
+			return 1;
+		}
+		memmove(text->bytes, text->bytes + text->at, text->used - text->at);
+		text->used -= text->at;
+		text->at = 0;
+		rc = rf_sys_read(text->fd, text->bytes + text->used,
+				 sizeof(text->bytes) - text->used);
+		++*text->questions;
+		if (rc <= 0)
+			return (int)rc;
+		text->used += (size_t)rc;
+	}
+}
+
+/* All of maps into the table. */
+static int read_table(struct rf_vma_reader *reader)
+{
+	struct text text = { .fd = reader->fd, .questions = &reader->questions };
+	struct rf_vma vma;
+	const char *line;
+	size_t length;
+	int rc;
+
+	while ((rc = next_line(&text, &line, &length)) > 0) {
+		if (!rf_vma_parse(line, length, &vma))
+			continue;
+		if (rf_memory_grow(&reader->table, reader->count + 1) < 0)
+			return -ENOMEM;
+		((struct rf_vma *)reader->table.items)[reader->count++] = vma;
+	}
+	return rc;
+}
+
+int rf_vma_open(struct rf_vma_reader *reader)
+{
+	int rc;
+
+	if (reader->depth) {
+		reader->depth++;
+		return 0;
+	}
+	reader->fd = rf_sys_open("/proc/self/maps");
+	if (reader->fd < 0)
+		return reader->fd;
+	reader->depth = 1;
+	reader->count = 0;
+	reader->last.start = 0;
+	reader->last.end = 0;
+	rc = reader->query ? 0 : read_table(reader);
+	if (rc < 0)
+		rf_vma_close(reader);
+	return rc;
+}
+
+void rf_vma_close(struct rf_vma_reader *reader)
+{
+	if (--reader->depth)
+		return;
+	rf_sys_close(reader->fd);
+	reader->fd = -1;
+}
+
+/* "KernelPageSize:     2048 kB" */
+static bool parse_page_size(const char *line, size_t length, uint8_t *shift)
+{
+	static const char key[] = "KernelPageSize:";
+	uint64_t kilobytes = 0;
+	size_t at = sizeof(key) - 1;
+
+	if (length < sizeof(key) || memcmp(line, key, sizeof(key) - 1) != 0)
+		return false;
+	while (at < length && line[at] == ' ')
+		at++;
+	for (; at < length && line[at] >= '0' && line[at] <= '9' && kilobytes < 1u << 30; at++)
+		kilobytes = kilobytes * 10 + (uint64_t)(line[at] - '0');
+	if (!kilobytes || kilobytes & (kilobytes - 1))
+		return false;
+	*shift = (uint8_t)(10 + __builtin_ctzll(kilobytes));
+	return true;
+}
+
+/* The page size of @vma, from smaps. */
+static int find_page_size(struct rf_vma_reader *reader, struct rf_vma *vma)
+{
+	struct text text = { .questions = &reader->questions };
+	struct rf_vma header;
+	const char *line;
+	bool found = false;
+	size_t length;
+	int rc;
+
+	text.fd = rf_sys_open("/proc/self/smaps");
+	if (text.fd < 0)
+		return text.fd;
+	while ((rc = next_line(&text, &line, &length)) > 0) {
+		if (rf_vma_parse(line, length, &header))
+			found = header.start <= vma->start && vma->start < header.end;
+		else if (found && parse_page_size(line, length, &vma->shift))
+			break;
+	}
+	rf_sys_close(text.fd);
+	return rc < 0 ? rc : 0;
+}
+
+static bool may_be_huge(const struct rf_vma_reader *reader, const struct rf_vma *vma)
+{
+	uintptr_t mask = ((uintptr_t)1 << reader->huge_shift) - 1;
+
+	return reader->huge_shift && !vma->shared && !vma->anonymous && !(vma->start & mask) &&
+	       !(vma->end & mask);
+}
+
+static int find_in_table(struct rf_vma_reader *reader, uintptr_t address, struct rf_vma *vma)
+{
+	const struct rf_vma *table = reader->table.items;
+	uint32_t low = 0, high = reader->count, middle;
+
+	while (low < high) {
+		middle = low + (high - low) / 2;
+		if (table[middle].end <= address)
+			low = middle + 1;
+		else
+			high = middle;
+	}
+	if (low == reader->count)
+		return -ENOENT;
+	*vma = table[low];
+	return may_be_huge(reader, vma) ? find_page_size(reader, vma) : 0;
+}
+
+int rf_vma_find(struct rf_vma_reader *reader, uintptr_t address, struct rf_vma *vma)
+{
+	int rc;
+
+	if (reader->last.start <= address && address < reader->last.end) {
+		*vma = reader->last;
+		return 0;
+	}
+	if (reader->query) {
+		reader->questions++;
+		rc = rf_sys_procmap_query(reader->fd, address, vma);
+	} else {
+		rc = find_in_table(reader, address, vma);
+	}
+	if (rc >= 0)
+		reader->last = *vma;
+	return rc;
+}

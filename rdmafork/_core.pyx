@@ -1,0 +1,491 @@
+# cython: language_level=3
+"""The engine for Python: buffers in, registrations out.
+
+Locking: everything shared between threads is the engine's, in C, under its own
+lock. That lock is never waited for with the GIL held: calls are made with
+RF_NOWAIT first, and again without the GIL when they would wait or enter the
+kernel. What belongs to one Registration is guarded by its critical section.
+"""
+
+cimport cython
+from cpython.buffer cimport PyBUF_FULL_RO, PyBUF_SIMPLE, PyBuffer_IsContiguous, PyBuffer_Release
+from cpython.buffer cimport PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.exc cimport PyErr_Clear
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.object cimport PyObject
+from libc.errno cimport EAGAIN
+from libc.stdint cimport UINT64_MAX, uint64_t, uintptr_t
+
+from rdmafork cimport *
+
+import os
+import resource
+import warnings
+from operator import index
+
+from rdmafork._results import (
+    ForkStatus,
+    InheritedError,
+    KernelInfo,
+    ProtectedRange,
+    Stats,
+    UnprotectedWarning,
+)
+
+cdef extern from "errno.h":
+    enum: EDEADLK
+
+cdef extern from "Python.h":
+    # Without Cython's exception check, which here would cost what a registration does.
+    int get_buffer "PyObject_GetBuffer"(object exporter, Py_buffer *view, int flags)
+
+cdef dict MODES = {"auto": RF_MODE_AUTO, "lazy": RF_MODE_LAZY, "eager": RF_MODE_EAGER}
+cdef dict MODE_NAMES = {RF_MODE_LAZY: "lazy", RF_MODE_EAGER: "eager"}
+cdef tuple POLICY_NAMES = ("omit", "wipe", "keep")
+cdef tuple PROTECTION_NAMES = (None, "advice", "kernel", "pending", "shared")
+cdef tuple HOW_NAMES = ("version", "netlink")
+cdef str OMIT = "omit"
+
+cdef bint warned = False  # of registrations nothing protects
+
+if rf_abi() != RF_ABI:
+    raise ImportError(
+        f"another version of librdmafork.so is loaded in this process (ABI {rf_abi()}, this "
+        f"package needs {RF_ABI}); is it in LD_PRELOAD? Preload {__name__.split('.')[0]}'s own: "
+        f"rdmafork.get_library()")
+
+
+@cython.final
+@cython.freelist(64)
+@cython.no_gc_clear  # Clearing would drop the buffer without releasing it.
+cdef class Registration:
+    """Memory that fork() leaves alone, from register() until close().
+
+    It holds its buffer, so the memory can be neither freed nor resized by Python
+    while the registration lives. A context manager. Closed by the garbage
+    collector at the latest. Any thread may use and close it.
+
+    In a forked child it raises InheritedError when used; closing it there does
+    nothing and makes no system call.
+    """
+    cdef Py_buffer view      # .obj NULL: the memory is held by owner instead
+    cdef object owner        # or nobody
+    cdef rf_handle handle
+    cdef uintptr_t start
+    cdef size_t length
+    cdef uint64_t generation
+    cdef bint open
+    cdef bint is_protected
+
+    def __init__(self):
+        raise TypeError("a Registration is made by register() or register_address()")
+
+    def __dealloc__(self):
+        if self.open:
+            release(self.handle)
+            drop_view(self)
+        elif <PyObject *>self.view.obj != NULL:
+            PyBuffer_Release(&self.view)
+
+    def __reduce__(self):
+        raise TypeError("a Registration cannot be pickled: it names memory of this process")
+
+    def close(self):
+        """Give the registration back and let go of the buffer.
+
+        Pages nobody else registered are ordinary memory again when this returns.
+        A second call does nothing.
+        """
+        with cython.critical_section(self):
+            if not self.open:
+                return
+            if release(self.handle) == -EDEADLK:
+                raise failure(-EDEADLK, NULL, self.start, self.length)
+            self.open = False
+            drop_view(self)
+
+    def __enter__(self):
+        check_usable(self)
+        return self
+
+    def __exit__(self, kind, value, traceback, /):
+        self.close()
+
+    @property
+    def obj(self):
+        """The object that holds the memory: the buffer, the tensor, the owner, or None."""
+        with cython.critical_section(self):
+            check_usable(self)
+            if <PyObject *>self.view.obj != NULL:
+                return <object>self.view.obj
+            return self.owner[0] if type(self.owner) is tuple else self.owner
+
+    @property
+    def address(self):
+        """The address of the first byte."""
+        check_usable(self)
+        return self.start
+
+    @property
+    def nbytes(self):
+        """How many bytes are registered."""
+        check_usable(self)
+        return self.length
+
+    @property
+    def on_fork(self):
+        """What a child gets of the memory: "omit", nothing."""
+        check_usable(self)
+        return OMIT
+
+    @property
+    def protected(self):
+        """False if it was registered before fork_init()."""
+        check_usable(self)
+        return self.is_protected
+
+    @property
+    def closed(self):
+        """close() has been called."""
+        return not self.open
+
+    @property
+    def inherited(self):
+        """It is the parent's, and this is a forked child."""
+        return self.generation != rf_generation()
+
+    def __repr__(self):
+        state = (
+            "closed" if not self.open
+            else "inherited" if self.inherited
+            else "protected" if self.is_protected
+            else "not protected"
+        )
+        return f"<rdmafork.Registration 0x{self.start:x}, {self.length} bytes, {state}>"
+
+
+cdef int drop_view(Registration self) except -1:
+    self.open = False
+    self.owner = None
+    if <PyObject *>self.view.obj != NULL:
+        PyBuffer_Release(&self.view)
+    return 0
+
+
+cdef int check_usable(Registration self) except -1:
+    if not self.open:
+        raise ValueError("the registration is closed")
+    if self.generation != rf_generation():
+        raise InheritedError(
+            f"registration of {self.length} bytes at 0x{self.start:x} belongs to the parent "
+            f"process: its memory is absent in this child; register afresh here")
+    return 0
+
+
+cdef inline int release(rf_handle handle) noexcept:
+    cdef int rc = rf_release(handle, RF_NOWAIT)
+    if rc == -EAGAIN:
+        with nogil:
+            rc = rf_release(handle, 0)
+    return rc
+
+
+cdef int take(Registration self, unsigned int flags, rf_policy policy) except -1:
+    """Register self.start, self.length."""
+    cdef rf_error error
+    cdef int rc
+    rc = rf_register(
+        <const void *>self.start, self.length, flags | RF_NOWAIT, policy, &self.handle, &error)
+    if rc == -EAGAIN:
+        with nogil:
+            rc = rf_register(
+                <const void *>self.start, self.length, flags, policy, &self.handle, &error)
+    if rc < 0:
+        raise failure(rc, &error, self.start, self.length)
+    self.generation = rf_generation()
+    self.is_protected = rc == 1
+    self.open = True
+    if rc == 0:
+        warn_unprotected()
+    return 0
+
+
+cdef int warn_unprotected() except -1:
+    global warned
+    if warned:
+        return 0
+    warned = True
+    warnings.warn(
+        "memory is registered before rdmafork.fork_init(), so nothing protects it from fork(); "
+        "call fork_init() first, or set RDMAV_FORK_SAFE=1", UnprotectedWarning)
+    return 0
+
+
+cdef rf_policy policy_of(object on_fork) except *:
+    if on_fork not in POLICY_NAMES:
+        raise ValueError(f"on_fork must be one of {', '.join(POLICY_NAMES)}, not {on_fork!r}")
+    return <rf_policy>POLICY_NAMES.index(on_fork)
+
+
+cdef int take_buffer(Registration self, object buffer) except -1:
+    if get_buffer(buffer, &self.view, PyBUF_SIMPLE) < 0:
+        PyErr_Clear()
+        PyObject_GetBuffer(buffer, &self.view, PyBUF_FULL_RO)
+        if not PyBuffer_IsContiguous(&self.view, b"A"):
+            PyBuffer_Release(&self.view)
+            raise BufferError(
+                f"cannot register a {type(buffer).__name__} that is not contiguous: "
+                f"register the object it is a view of, or a contiguous copy")
+    self.start = <uintptr_t>self.view.buf
+    self.length = <size_t>self.view.len
+    return 0
+
+
+cdef int take_tensor(Registration self, object tensor) except -1:
+    if not hasattr(tensor, "__dlpack__"):
+        raise TypeError(
+            f"cannot register {type(tensor).__name__!r}: it has neither the buffer protocol "
+            f"(bytearray, memoryview, mmap, numpy array) nor __dlpack__ (a CPU tensor)")
+    from rdmafork._dlpack import borrow
+    capsule, address, nbytes = borrow(tensor)
+    self.owner = (tensor, capsule)
+    self.start = address
+    self.length = nbytes
+    return 0
+
+
+def register(buffer, *, on_fork="omit"):
+    """Register a buffer, so that fork() neither moves nor copies its pages.
+
+    buffer: anything contiguous with the buffer protocol, read-only or writable,
+    or a CPU tensor with ``__dlpack__``. An empty one is a registration of nothing.
+
+    on_fork: what a child gets of the memory; "omit", nothing.
+
+    Lazy mode makes no system call: the next fork() marks the pages. Eager mode
+    marks them before this returns. May be called from any thread, and between
+    fork handlers.
+
+    TypeError: no memory of this process. BufferError: not contiguous. OSError:
+    the pages cannot be protected (eager); then nothing has changed.
+
+    Source: madvise(2), MADV_DONTFORK; Linux mm/memory.c, copy_present_page().
+    """
+    cdef rf_policy policy = RF_OMIT
+    if on_fork is not OMIT:
+        policy = policy_of(on_fork)
+    cdef Registration self = Registration.__new__(Registration)
+    if PyObject_CheckBuffer(buffer):
+        take_buffer(self, buffer)
+    else:
+        take_tensor(self, buffer)
+    take(self, RF_HELD, policy)
+    return self
+
+
+def register_address(address, nbytes, *, on_fork="omit", owner=None):
+    """Register nbytes of memory at an address.
+
+    owner: an object that keeps the memory mapped while it lives; the registration
+    holds it. Without one the memory might be unmapped any time, so its pages are
+    marked before this returns, in lazy mode too.
+
+    Raises as register() does; ValueError for a negative number, OverflowError
+    when address + nbytes leaves the address space.
+    """
+    cdef rf_policy policy = RF_OMIT
+    if on_fork is not OMIT:
+        policy = policy_of(on_fork)
+    address = index(address)
+    nbytes = index(nbytes)
+    if address < 0 or nbytes < 0:
+        raise ValueError(f"address and nbytes must not be negative: {address}, {nbytes}")
+    if address + nbytes > UINT64_MAX:
+        raise OverflowError(
+            f"address 0x{address:x} + {nbytes} bytes leaves the address space")
+    cdef Registration self = Registration.__new__(Registration)
+    self.start = address
+    self.length = nbytes
+    self.owner = owner
+    take(self, RF_HELD if owner is not None else 0, policy)
+    return self
+
+
+def fork_init(mode="auto"):
+    """Start protecting registered memory, before the first registration.
+
+    mode: "lazy", a fork handler marks pages just before the fork() that needs it,
+    and a registration costs no system call; "eager", pages are marked at every
+    registration; "auto", $RDMAFORK_MODE if set, else lazy where the kernel's own
+    copying of pinned pages can be trusted as a safety net (Linux 5.19 and later),
+    else eager. It needs no RDMA.
+
+    A second call with the same wishes, or with none, does nothing. A forked child
+    inherits the mode, and may choose another before it registers anything.
+
+    ValueError: no such mode. OSError: EINVAL after a registration, even if it is
+    closed since, or with other wishes than before; ENOTSUP lazy on a kernel that
+    does not copy; ENOSYS no MADV_DONTFORK; EEXIST a second copy of the engine
+    runs in this process; ENOMEM.
+
+    Source: ibv_fork_init(3).
+    """
+    cdef rf_error error
+    cdef rf_mode wish
+    cdef int rc
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    wish = MODES[mode]
+    with nogil:
+        rc = rf_fork_init(wish, &error)
+    if rc < 0:
+        raise failure(rc, &error, 0, 0, mode)
+    info = kernel_info()
+    if rf_get_mode() == RF_MODE_LAZY and not info.copy_on_fork_trusted:
+        warnings.warn(
+            f"Linux {info.release} copies pinned pages at fork, but can lose them when pages "
+            f"migrate meanwhile; lazy mode relies on that copying (5.19 and later, or eager)",
+            RuntimeWarning)
+
+
+def is_fork_initialized():
+    """What protects registered memory from fork(), as a ForkStatus.
+
+    Source: ibv_is_fork_initialized(3).
+    """
+    if rf_get_mode() != RF_MODE_NONE:
+        return ForkStatus.ENABLED
+    return ForkStatus.UNNEEDED if kernel_info().copy_on_fork else ForkStatus.DISABLED
+
+
+def protected_ranges():
+    """The pages registrations touch and what protects them, by address.
+
+    Each element is a ProtectedRange. Takes time in proportion to the
+    registrations; other threads wait for it.
+    """
+    cdef rf_range_info *out = NULL
+    cdef size_t capacity = 64
+    cdef ssize_t count
+    while True:
+        out = <rf_range_info *>PyMem_Malloc(capacity * sizeof(rf_range_info))
+        if out == NULL:
+            raise MemoryError
+        try:
+            with nogil:
+                count = rf_list(out, capacity)
+            if count < 0:
+                raise failure(<int>count, NULL, 0, 0)
+            if <size_t>count <= capacity:
+                return [
+                    ProtectedRange(
+                        out[i].start, out[i].end, out[i].registrations,
+                        POLICY_NAMES[out[i].policy], PROTECTION_NAMES[out[i].protection])
+                    for i in range(count)
+                ]
+            capacity = <size_t>count + 64
+        finally:
+            PyMem_Free(out)
+
+
+def stats():
+    """What the engine holds and has done, as Stats."""
+    cdef rf_stats numbers
+    cdef int rc
+    with nogil:
+        rc = rf_get_stats(&numbers)
+    if rc < 0:
+        raise failure(rc, NULL, 0, 0)
+    return Stats(
+        mode=MODE_NAMES.get(rf_get_mode()),
+        registrations=numbers.registrations,
+        pending=numbers.pending,
+        ranges=numbers.ranges,
+        marked_ranges=numbers.marked_ranges,
+        marked_bytes=numbers.marked_bytes,
+        vmas=numbers.vmas,
+        vma_budget=numbers.vma_budget,
+        left_ranges=numbers.left_ranges,
+        left_bytes=numbers.left_bytes,
+        unreleased_bytes=numbers.unreleased_bytes,
+        madvise_calls=numbers.madvise_calls,
+        query_calls=numbers.query_calls,
+        forks=numbers.forks,
+        forks_unprepared=numbers.forks_unprepared,
+        engine_bytes=numbers.engine_bytes,
+    )
+
+
+def kernel_info():
+    """What this kernel does at fork() and how that is known, as KernelInfo."""
+    cdef rf_kernel kernel
+    with nogil:
+        rf_kernel_info(&kernel)
+    return KernelInfo(
+        release=kernel.release.decode("ascii", "replace"),
+        copy_on_fork=bool(kernel.copy_on_fork),
+        copy_on_fork_from=HOW_NAMES[kernel.copy_how],
+        copy_on_fork_trusted=bool(kernel.copy_trusted),
+        copy_on_fork_trusted_from="version",
+        page_size=kernel.page_size,
+        huge_page_sizes=tuple([1 << shift for shift in kernel.huge_shifts[:8] if shift]),
+        procmap_query=bool(kernel.procmap_query),
+        process_madvise=bool(kernel.process_madvise),
+        max_map_count=kernel.max_map_count,
+        memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK),
+    )
+
+
+cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mode=None):
+    """The exception for a result below zero: the cause, the values, the way out."""
+    cdef rf_cause cause = error.cause if error != NULL else RF_CAUSE_NONE
+    cdef str what = f"cannot register 0x{start:x}-0x{start + length:x} ({length} bytes): "
+    cdef str text
+    if cause == RF_CAUSE_WRAP:
+        return OverflowError(f"address 0x{start:x} + {length} bytes leaves the address space")
+    if cause == RF_CAUSE_POLICY:
+        text = 'on_fork other than "omit" is not supported by this version'
+    elif cause == RF_CAUSE_HOLE:
+        text = f"{what}nothing is mapped at 0x{error.start:x}-0x{error.end:x}"
+    elif cause == RF_CAUSE_VMA_LIMIT:
+        text = (
+            f"{what}it would take the process past half of vm.max_map_count "
+            f"({kernel_info().max_map_count}), or the kernel is out of mappings; raise it with "
+            f"sysctl vm.max_map_count, or register fewer and larger buffers")
+    elif cause == RF_CAUSE_ENGINE_MEMORY:
+        text = f"{what if length else ''}no memory for rdmafork's own tables"
+    elif cause == RF_CAUSE_REFUSED:
+        text = (
+            f"{what}madvise(MADV_DONTFORK) refuses 0x{error.start:x}-0x{error.end:x} "
+            f"({os.strerror(-rc)}); a sealed or a device's mapping cannot be protected")
+    elif cause == RF_CAUSE_NO_PROC:
+        text = (
+            f"{what}its page size is needed and /proc/self/maps cannot be read "
+            f"({os.strerror(-rc)}); mount /proc, or use buffers aligned to huge pages")
+    elif cause == RF_CAUSE_LATE:
+        text = (
+            "fork_init() comes too late: memory was registered before it, and would stay "
+            "unprotected; call it before the first registration, or set RDMAV_FORK_SAFE=1")
+    elif cause == RF_CAUSE_MODE:
+        text = (
+            f"fork_init(mode={mode!r}): the engine runs in mode {MODE_NAMES.get(rf_get_mode())!r} "
+            f"already, and registrations depend on it; agree on one, or call fork_init() without")
+    elif cause == RF_CAUSE_ENVIRONMENT:
+        text = (
+            f"{error.text.decode('utf-8', 'replace')} in the environment means nothing; "
+            f"RDMAFORK_MODE is auto, lazy or eager, RDMAFORK_EDGES is whole")
+    elif cause == RF_CAUSE_UNTRUSTED:
+        text = (
+            f"lazy mode relies on a kernel that copies pinned pages at fork, and "
+            f"{kernel_info().release} does not; use eager")
+    elif cause == RF_CAUSE_KERNEL:
+        text = "this kernel has no madvise(MADV_DONTFORK)"
+    elif cause == RF_CAUSE_OTHER_ENGINE:
+        text = (
+            f"another copy of rdmafork runs in this process, {error.text.decode('utf-8', 'replace')}"
+            f"; two would undo each other's advice: load one only")
+    elif rc == -EDEADLK:
+        text = "called by a signal handler that interrupted rdmafork itself"
+    else:
+        text = f"{what if length else ''}{os.strerror(-rc)}"
+    return OSError(-rc, text)

@@ -1,0 +1,86 @@
+"""What the functions of rdmafork answer and raise."""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class InheritedError(RuntimeError):
+    """Used in a forked child: an object that belongs to the parent process.
+
+    The memory it names is absent here. Register afresh in the child.
+    """
+
+    __module__ = "rdmafork"
+
+
+class UnprotectedWarning(RuntimeWarning):
+    """Memory was registered before fork_init(): a fork() may take its pages away."""
+
+    __module__ = "rdmafork"
+
+
+class ForkStatus(IntEnum):
+    """What protects registered memory from fork(); see is_fork_initialized()."""
+
+    __module__ = "rdmafork"
+
+    DISABLED = 0  #: nothing: neither rdmafork nor the kernel
+    ENABLED = 1  #: rdmafork
+    UNNEEDED = 2  #: the kernel copies pinned pages: safe, but fork() is slow
+
+
+class ProtectedRange(NamedTuple):
+    """Pages that registrations touch, half open; see protected_ranges()."""
+
+    start: int
+    end: int
+    registrations: int  #: how many touch them
+    on_fork: str  #: "omit"
+    protected_by: str | None
+    """ "advice": absent from children (``dc`` in VmFlags of /proc/self/smaps).
+    "kernel": the kernel copies them at fork. "pending": the next fork() decides.
+    "shared": shared memory, which fork() never moves. None before fork_init()."""
+
+    def __repr__(self) -> str:
+        return (
+            f"ProtectedRange(0x{self.start:x}-0x{self.end:x}, "
+            f"registrations={self.registrations}, on_fork={self.on_fork!r}, "
+            f"protected_by={self.protected_by!r})"
+        )
+
+
+class Stats(NamedTuple):
+    """What the engine of this process holds and has done; see stats()."""
+
+    mode: str | None  #: "lazy", "eager", or None before fork_init()
+    registrations: int  #: live
+    pending: int  #: of these, waiting for the next fork()
+    ranges: int  #: distinct page ranges counted
+    marked_ranges: int  #: runs of pages that are marked in the kernel
+    marked_bytes: int
+    vmas: int  #: at most so many mappings more than without the marks
+    vma_budget: int  #: half of vm.max_map_count, never exceeded
+    left_ranges: int  #: ranges left to the kernel's copying
+    left_bytes: int
+    unreleased_bytes: int  #: released, but the kernel could not unmark them yet
+    madvise_calls: int  #: system calls made, since the process began
+    query_calls: int  #: questions asked of /proc
+    forks: int  #: through libc, since fork_init()
+    forks_unprepared: int  #: of these, by a signal handler that interrupted the engine
+    engine_bytes: int  #: memory the engine has mapped for itself
+
+
+class KernelInfo(NamedTuple):
+    """What this kernel does at fork(); see kernel_info()."""
+
+    release: str
+    copy_on_fork: bool  #: pinned pages are copied for the child
+    copy_on_fork_from: str  #: how that is known: "netlink" or "version"
+    copy_on_fork_trusted: bool  #: and no race loses them (5.19 and later)
+    copy_on_fork_trusted_from: str  #: how that is known: "version"
+    page_size: int
+    huge_page_sizes: tuple[int, ...]
+    procmap_query: bool  #: what is mapped can be asked address by address (6.11)
+    process_madvise: bool  #: one system call marks many ranges
+    max_map_count: int  #: vm.max_map_count
+    memlock: tuple[int, int]  #: RLIMIT_MEMLOCK, soft and hard, in bytes; -1: unlimited

@@ -183,7 +183,7 @@ RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 	rc = check_arguments((uintptr_t)address, nbytes, policy, error);
 	if (rf_unlikely(rc < 0))
 		return rc;
-	if (rf_unlikely(!engine->environment_read)) {
+	if (rf_unlikely(!__atomic_load_n(&engine->environment_read, __ATOMIC_RELAXED))) {
 		if (flags & RF_NOWAIT)
 			return -EAGAIN;
 		rc = rf_start_by_environment(error);

@@ -32,13 +32,14 @@ static void parent(void)
 	__atomic_sub_fetch(&rf_engine.window, 1, __ATOMIC_SEQ_CST);
 }
 
+/* Used where a page that is wiped at fork cannot be had: raw clones go unnoticed. */
+static uint32_t unwiped;
+
 static void child(void)
 {
+	unwiped = 0;
 	rf_notice_child();
 }
-
-/* Used where the page that notices raw clones cannot be had. */
-static uint32_t always_alive = 1;
 
 /*
  * As the library is loaded: a handler that is installed while another thread
@@ -53,12 +54,12 @@ __attribute__((constructor)) static void install(void)
 
 	rf_registry_init(&engine->registry);
 	rf_advisor_init(&engine->advisor);
-	engine->alive = &always_alive;
 	if (rf_sys_map(nbytes, &page) >= 0 &&
-	    rf_sys_madvise((uintptr_t)page, nbytes, MADV_WIPEONFORK) >= 0) {
+	    rf_sys_madvise((uintptr_t)page, nbytes, MADV_WIPEONFORK) >= 0)
 		engine->alive = page;
-		*engine->alive = 1;
-	}
+	else
+		engine->alive = &unwiped;
+	*engine->alive = 1;
 	engine->generation = 1;
 	pthread_atfork(prepare, parent, child);
 }

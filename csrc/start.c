@@ -135,7 +135,7 @@ static int start(enum rf_mode mode, bool any, bool whole, struct rf_error *error
 		return -ENOMEM;
 	}
 	rf_advisor_start(&engine->advisor, kernel, whole);
-	engine->environment_read = true;
+	__atomic_store_n(&engine->environment_read, true, __ATOMIC_RELAXED);
 	__atomic_store_n(&engine->mode, mode, __ATOMIC_RELAXED);
 	return 0;
 }
@@ -174,6 +174,6 @@ int rf_start_by_environment(struct rf_error *error)
 {
 	if (secure_getenv("RDMAV_FORK_SAFE") || secure_getenv("IBV_FORK_SAFE"))
 		return rf_fork_init(RF_MODE_AUTO, error);
-	rf_engine.environment_read = true;
+	__atomic_store_n(&rf_engine.environment_read, true, __ATOMIC_RELAXED);
 	return 0;
 }

@@ -27,6 +27,9 @@ void rf_advisor_clear(struct rf_advisor *advisor)
 	advisor->dirty = false;
 	advisor->madvise_calls = 0;
 	advisor->reader.questions = 0;
+	/* A round that another thread had under way at the fork: its descriptor speaks of the parent. */
+	advisor->reader.depth = 0;
+	advisor->reader.fd = -1;
 }
 
 static uintptr_t down(uintptr_t address, unsigned int shift)
@@ -155,6 +158,54 @@ int rf_advise_ask(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, bo
 	return record(advisor, &stretch);
 }
 
+static bool is_marked(const struct rf_range *range)
+{
+	return range->mark;
+}
+
+/* The kernel has no marks any more in [@start, @end). */
+static void forget_marks(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
+{
+	struct rf_run run;
+	uintptr_t at;
+
+	rf_ranges_cut(&advisor->ranges, start);
+	rf_ranges_cut(&advisor->ranges, end);
+	for (at = start; rf_advise_next_run(advisor, at, end, is_marked, &run); at = run.end)
+		rf_ranges_set_mark(&advisor->ranges, run.start, run.end, RF_MARK_NONE);
+}
+
+/* Unmark [@start, @end), which lies in @vma and is a range's whole. */
+static void unmark_mapping(struct rf_advisor *advisor, const struct rf_vma *vma, uintptr_t start,
+			   uintptr_t end)
+{
+	uintptr_t first, last;
+	int rc;
+
+	if (vma->shared) {
+		/* Nobody wants a mark there: no part of a huge page has to wait. */
+		first = down(start, vma->shift);
+		last = up(end, vma->shift);
+	} else {
+		/* What is left over of a huge page waits for its other registrations. */
+		first = up(start, vma->shift);
+		last = down(end, vma->shift);
+		if (first >= last)
+			return;
+	}
+	rc = rf_advise_call(advisor, first, last, MADV_DOFORK);
+	/* EINVAL now: a device's mapping, which no child ever had or will have. */
+	if (rc >= 0 || rc == -EINVAL) {
+		forget_marks(advisor, first, last);
+		return;
+	}
+	first = first < start ? start : first;
+	last = last > end ? end : last;
+	rf_ranges_cut(&advisor->ranges, first);
+	rf_ranges_cut(&advisor->ranges, last);
+	rf_ranges_set_flags(&advisor->ranges, first, last, RF_RANGE_RETRY, 0);
+}
+
 /*
  * Unmark [@start, @end) mapping by mapping, as the kernel refused it as a whole:
  * because of a hole, a huge page only partly released, or the VMA limit.
@@ -162,40 +213,26 @@ int rf_advise_ask(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, bo
 static void unmark_mappings(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
 {
 	struct rf_ranges *ranges = &advisor->ranges;
-	uintptr_t at = start, stop, first, last;
-	struct rf_vma vma;
 	int opened = rf_vma_open(&advisor->reader), rc = opened;
+	uintptr_t at = start, stop;
+	struct rf_vma vma;
 
 	for (; rc >= 0 && at < end; at = stop) {
 		rc = rf_ranges_reserve(ranges, ranges->registrations);
 		if (rc < 0)
 			break;
 		rc = rf_vma_find(&advisor->reader, at, &vma);
-		if (rc < 0 && rc != -ENOENT)
-			break;
-		if (rc == -ENOENT || vma.start > at) {
+		if (rc == -ENOENT || (rc >= 0 && vma.start > at)) {
 			stop = rc == -ENOENT || vma.start > end ? end : vma.start;
 			rc = 0;
-			rf_ranges_cut(ranges, stop);
-			rf_ranges_set_mark(ranges, at, stop, RF_MARK_NONE);
+			forget_marks(advisor, at, stop);
 			continue;
 		}
+		if (rc < 0)
+			break;
 		stop = vma.end < end ? vma.end : end;
 		rf_ranges_cut(ranges, stop);
-		/* What is left over of a huge page waits for its other registrations. */
-		first = up(at, vma.shift);
-		last = down(stop, vma.shift);
-		if (first >= last)
-			continue;
-		rf_ranges_cut(ranges, first);
-		rf_ranges_cut(ranges, last);
-		rc = rf_advise_call(advisor, first, last, MADV_DOFORK);
-		/* EINVAL now: a device's mapping, which no child ever had or will have. */
-		if (rc >= 0 || rc == -EINVAL)
-			rf_ranges_set_mark(ranges, first, last, RF_MARK_NONE);
-		else
-			rf_ranges_set_flags(ranges, first, last, RF_RANGE_RETRY, 0);
-		rc = 0;
+		unmark_mapping(advisor, &vma, at, stop);
 	}
 	if (rc < 0)
 		rf_ranges_set_flags(ranges, at, end, RF_RANGE_RETRY, 0);
@@ -393,12 +430,16 @@ static void undo(struct rf_advisor *advisor, struct rf_slot *slot)
 	struct rf_run run;
 
 	rf_advise_extent(advisor, slot, &start, &end);
+	rf_ranges_sub(ranges, start, end, slot->policy);
 	for (at = start; rf_advise_next_run(advisor, at, end, is_fresh, &run); at = run.end) {
 		/* Marked or not: madvise() advises part of a range before it refuses. */
 		rf_ranges_set_mark(ranges, run.start, run.end, RF_MARK_OMIT);
 		rf_advise_unmark(advisor, run.start, run.end);
 	}
-	rf_ranges_sub(ranges, start, end, slot->policy);
+	/* What waited to be unmarked before waits again. */
+	for (at = start; at < end && rf_advise_next_run(advisor, at, end, is_unwanted, &run);
+	     at = run.end)
+		rf_advise_unmark(advisor, run.start, run.end);
 	rf_ranges_tidy(ranges, start, end);
 	slot->start_shift = 0;
 	slot->end_shift = 0;
@@ -420,7 +461,7 @@ static int ask_unheld_ends(struct rf_advisor *advisor, struct rf_slot *slot)
 	return rc;
 }
 
-int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool *ask,
+int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking, bool *ask,
 		  struct rf_error *error)
 {
 	struct rf_ranges *ranges = &advisor->ranges;
@@ -439,7 +480,9 @@ int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool *ask,
 	if (start >= end)
 		return 0;
 	rf_ranges_add(ranges, start, end, slot->policy, held ? 0 : RF_RANGE_DOUBT);
-	rc = mark_now(advisor, start, end, held);
+	rc = -EINVAL;
+	if (!forking)
+		rc = mark_now(advisor, start, end, held);
 	if (rc == -EINVAL)
 		rc = ask_and_mark(advisor, slot, error);
 	rf_advise_extent(advisor, slot, &start, &end);

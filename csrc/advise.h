@@ -52,9 +52,10 @@ void rf_advisor_clear(struct rf_advisor *advisor);
 /*
  * Count @slot, which is neither counted nor listed, and mark its pages before
  * returning. *@ask is set if what is mapped at its ends is to be asked by the
- * next fold. Negative: nothing has changed, and *@error says why.
+ * next fold. @forking: a child is being made, so shared memory may not bear a mark
+ * for a moment. Negative: nothing has changed, and *@error says why.
  */
-int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool *ask,
+int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking, bool *ask,
 		  struct rf_error *error);
 
 /* Count all listed slots, unlist them, and mark what is due. Nothing to report: see above. */
@@ -62,6 +63,13 @@ void rf_advise_fold(struct rf_advisor *advisor, struct rf_registry *registry);
 
 /* Ask what is not known of the counted ranges, and unmark what is shared. */
 void rf_advise_settle(struct rf_advisor *advisor);
+
+/*
+ * For a fork inside the engine, where our own tables may be half changed: what the
+ * kernel has mapped as shared is unmarked, whoever marked it, as some of it may be
+ * unasked yet. What we hold to be marked is unmarked once more by the next fold.
+ */
+void rf_advise_unmark_all_shared(const struct rf_kernel *kernel);
 
 /* Take a counted slot out and unmark what nobody counts any more. */
 void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot);

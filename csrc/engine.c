@@ -7,20 +7,17 @@
 
 struct rf_engine rf_engine;
 
-int rf_enter(unsigned int flags)
+int rf_enter_slowly(unsigned int flags)
 {
-	rf_notice_child();
-	if (rf_likely(rf_lock_try(&rf_engine.lock)))
-		return 0;
 	if (rf_lock_is_mine(&rf_engine.lock))
 		return -EDEADLK;
 	if (flags & RF_NOWAIT)
 		return -EAGAIN;
-	rf_lock_wait(&rf_engine.lock);
+	rf_lock_take(&rf_engine.lock);
 	return 0;
 }
 
-static void clear(void)
+void rf_clear(void)
 {
 	struct rf_engine *engine = &rf_engine;
 
@@ -31,13 +28,6 @@ static void clear(void)
 	engine->clear_when_left = false;
 	engine->forks = 0;
 	engine->forks_unprepared = 0;
-}
-
-void rf_leave(void)
-{
-	if (rf_unlikely(rf_engine.clear_when_left))
-		clear();
-	rf_lock_drop(&rf_engine.lock);
 }
 
 void rf_become_child(void)
@@ -58,8 +48,15 @@ void rf_become_child(void)
 	if (rf_lock_is_mine(&engine->lock)) {
 		engine->clear_when_left = true;
 	} else {
-		/* Held or not, by a thread that does not exist here. */
-		clear();
+		/* Held by a thread that does not exist here: what it was moving may be nowhere. */
+		if (engine->lock.word) {
+			rf_memory_abandon(&engine->registry.slots);
+			rf_memory_abandon(&engine->advisor.ranges.leaves);
+			rf_memory_abandon(&engine->advisor.ranges.directory);
+			rf_memory_abandon(&engine->advisor.reader.table);
+			engine->advisor.ranges.capacity = 0;
+		}
+		rf_clear();
 		__atomic_store_n(&engine->lock.word, 0, __ATOMIC_RELEASE);
 	}
 	__atomic_store_n(engine->alive, 1, __ATOMIC_RELEASE);
@@ -75,7 +72,7 @@ RF_API enum rf_mode rf_mode(void)
 	return __atomic_load_n(&rf_engine.mode, __ATOMIC_RELAXED);
 }
 
-RF_API uint64_t rf_generation(void)
+RF_API uint32_t rf_generation(void)
 {
 	rf_notice_child();
 	return rf_engine.generation;
@@ -121,7 +118,8 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 		rf_registry_list(&engine->registry, index);
 		return 0;
 	}
-	rc = rf_advise_now(&engine->advisor, slot, &ask, error);
+	rc = rf_advise_now(&engine->advisor, slot,
+			   __atomic_load_n(&engine->window, __ATOMIC_RELAXED), &ask, error);
 	if (rc < 0) {
 		/* Lazy, in the window: the kernel copies it in the fork under way. */
 		if (engine->mode != RF_MODE_LAZY || !(flags & RF_HELD))
@@ -157,7 +155,7 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 	slot->flags = flags & RF_HELD ? RF_SLOT_HELD : 0;
 	handle->serial = slot->serial;
 	handle->slot = index;
-	handle->reserved = 0;
+	handle->generation = engine->generation;
 	if (rf_unlikely(engine->mode == RF_MODE_NONE)) {
 		slot->flags |= RF_SLOT_UNPROTECTED;
 		engine->registered = true;

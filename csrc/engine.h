@@ -11,8 +11,8 @@
  * own handlers, take the GIL there, or fork in a signal handler. Between prepare
  * and parent, in the window, lazy registrations are eager instead, as the fold is
  * over. Where a signal handler forks inside the engine, prepare finds the lock
- * its own and leaves everything as it is; the child then clears the state only
- * when the interrupted call, which goes on there too, leaves.
+ * its own and leaves the state as it is; the child then clears it only when the
+ * interrupted call, which goes on there too, leaves.
  *
  * A child that no handler sees (raw clone(), _Fork()) is noticed at its first
  * call: the word @alive lies in a page that is wiped at fork.
@@ -33,19 +33,14 @@ struct rf_engine {
 	bool environment_read;
 	bool registered;	/* anything, ever, in this process */
 	bool clear_when_left;
-	uint64_t generation;
+	uint32_t generation;
 	uint64_t forks, forks_unprepared;
 	struct rf_registry registry;
 	struct rf_advisor advisor;
 };
 
+/* Between rf_enter() and rf_leave(), but for what is said to be atomic. */
 extern struct rf_engine rf_engine;
-
-/* In every function but these two: between rf_enter() and rf_leave(). */
-
-/* 0, -EDEADLK in a signal handler inside the engine, -EAGAIN with RF_NOWAIT. */
-int rf_enter(unsigned int flags);
-void rf_leave(void);
 
 /* This is a child of the process whose state it finds. */
 void rf_become_child(void);
@@ -54,6 +49,31 @@ static inline void rf_notice_child(void)
 {
 	if (rf_unlikely(!__atomic_load_n(rf_engine.alive, __ATOMIC_ACQUIRE)))
 		rf_become_child();
+}
+
+/* The lock is taken: the engine is the caller's to wait for, or not. */
+int rf_enter_slowly(unsigned int flags);
+
+/* Forget what the parent had registered. */
+void rf_clear(void);
+
+/* 0, -EDEADLK in a signal handler inside the engine, -EAGAIN with RF_NOWAIT. */
+static inline int rf_enter(unsigned int flags)
+{
+	rf_notice_child();
+	if (rf_unlikely(!rf_lock_try(&rf_engine.lock)))
+		return rf_enter_slowly(flags);
+	/* A fork between the look at it in rf_leave() and the unlocking left it to us. */
+	if (rf_unlikely(rf_engine.clear_when_left))
+		rf_clear();
+	return 0;
+}
+
+static inline void rf_leave(void)
+{
+	if (rf_unlikely(rf_engine.clear_when_left))
+		rf_clear();
+	rf_lock_drop(&rf_engine.lock);
 }
 
 #endif

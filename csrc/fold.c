@@ -33,23 +33,36 @@ static bool is_due(const struct rf_range *range)
 	       rf_range_wants(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
 }
 
+/* Is there anything to ask or to mark? */
+static bool remains(const struct rf_advisor *advisor)
+{
+	struct rf_run run;
+
+	return rf_advise_next_run(advisor, 0, UINTPTR_MAX, is_due, &run) ||
+	       rf_advise_next_run(advisor, 0, UINTPTR_MAX, is_unasked, &run);
+}
+
 /* Learn what the ends of listed slots lie in, and count them rounded to that. */
 static void count_listed(struct rf_advisor *advisor, struct rf_registry *registry)
 {
+	uint32_t index = registry->first_listed, next;
 	uintptr_t start, end;
 	struct rf_slot *slot;
-	uint32_t index;
+	int rc;
 
-	while ((index = registry->first_listed) != RF_SLOT_NONE) {
+	for (; index != RF_SLOT_NONE; index = next) {
 		slot = rf_registry_slot(registry, index);
+		next = slot->next;
 		start = 0;
 		end = 0;
 		if (slot->flags & RF_SLOT_COUNTED)
 			rf_advise_extent(advisor, slot, &start, &end);
-		(void)rf_advise_ask_ends(advisor, slot);
+		rc = rf_advise_ask_ends(advisor, slot);
 		rf_advise_extend(advisor, slot, start, end, RF_RANGE_DUE);
 		slot->flags |= RF_SLOT_COUNTED;
-		rf_registry_unlist(registry, index);
+		/* Not answered: the next fold asks again. */
+		if (rc >= 0)
+			rf_registry_unlist(registry, index);
 		rf_advise_extent(advisor, slot, &start, &end);
 		if (start < end)
 			rf_ranges_tidy(&advisor->ranges, start, end);
@@ -143,15 +156,6 @@ static void mark_due(struct rf_advisor *advisor, size_t nbytes)
 	flush(advisor, &batch);
 }
 
-/* Is there anything left that the next fold may find to do? */
-static bool remains(struct rf_advisor *advisor)
-{
-	struct rf_run run;
-
-	return rf_advise_next_run(advisor, 0, UINTPTR_MAX, is_due, &run) ||
-	       rf_advise_next_run(advisor, 0, UINTPTR_MAX, is_unasked, &run);
-}
-
 static void walk(struct rf_advisor *advisor, bool marking)
 {
 	uint32_t due_runs = 0;
@@ -180,6 +184,7 @@ void rf_advise_fold(struct rf_advisor *advisor, struct rf_registry *registry)
 {
 	if (advisor->ranges.retries)
 		rf_advise_retry(advisor);
+	advisor->dirty = advisor->dirty && remains(advisor);
 	if (!registry->listed && !advisor->dirty)
 		return;
 	/* Without /proc nothing tells private from shared: all is left to the kernel. */
@@ -197,4 +202,20 @@ void rf_advise_settle(struct rf_advisor *advisor)
 	walk(advisor, false);
 	advisor->dirty = true;
 	rf_vma_close(&advisor->reader);
+}
+
+void rf_advise_unmark_all_shared(const struct rf_kernel *kernel)
+{
+	struct rf_vma_reader reader;
+	struct rf_vma vma;
+	uintptr_t at = 0;
+
+	rf_vma_init(&reader, kernel->procmap_query, 0);
+	if (rf_vma_open(&reader) >= 0) {
+		for (; rf_vma_find(&reader, at, &vma) >= 0; at = vma.end)
+			if (vma.shared)
+				(void)rf_sys_madvise(vma.start, vma.end - vma.start, MADV_DOFORK);
+		rf_vma_close(&reader);
+	}
+	rf_memory_free(&reader.table);
 }

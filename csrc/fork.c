@@ -20,6 +20,7 @@ static void prepare(void)
 	if (rf_enter(0) < 0) {
 		/* A signal handler inside the engine: what waits is the kernel's to copy. */
 		__atomic_add_fetch(&engine->forks_unprepared, 1, __ATOMIC_RELAXED);
+		rf_advise_unmark_all_shared(engine->advisor.kernel);
 		return;
 	}
 	engine->forks++;
@@ -29,7 +30,12 @@ static void prepare(void)
 
 static void parent(void)
 {
-	__atomic_sub_fetch(&rf_engine.window, 1, __ATOMIC_SEQ_CST);
+	int window = __atomic_load_n(&rf_engine.window, __ATOMIC_SEQ_CST);
+
+	/* A child that was made in the window goes on from here, with a window of its own. */
+	while (window > 0 && !__atomic_compare_exchange_n(&rf_engine.window, &window, window - 1,
+							  false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+		;
 }
 
 /* Used where a page that is wiped at fork cannot be had: raw clones go unnoticed. */

@@ -24,9 +24,11 @@ unsigned int rf_kernel_parse_version(const char *release)
 {
 	unsigned int major = parse_number(&release), minor;
 
-	if (*release != '.' || major > 1000)
+	if (*release != '.' || !major || major > 1000)
 		return 0;
 	release++;
+	if (*release < '0' || *release > '9')
+		return 0;
 	minor = parse_number(&release);
 	return major * 1000 + (minor > 999 ? 999 : minor);
 }

@@ -24,7 +24,13 @@ struct rf_lock {
 
 static inline uint64_t rf_lock_self(void)
 {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+	return (uint64_t)(uintptr_t)__builtin_thread_pointer();
+#elif defined(__aarch64__)
+	return (uint64_t)(uintptr_t)__builtin_thread_pointer();
+#else
 	return (uint64_t)(uintptr_t)pthread_self();
+#endif
 }
 
 /* Does the calling thread hold it (seen from a signal handler or a fork handler)? */

@@ -29,11 +29,16 @@ int rf_memory_grow(struct rf_memory *memory, uint32_t count)
 	return 0;
 }
 
+void rf_memory_abandon(struct rf_memory *memory)
+{
+	memory->items = NULL;
+	memory->mapped = 0;
+	memory->capacity = 0;
+}
+
 void rf_memory_free(struct rf_memory *memory)
 {
 	if (memory->items)
 		rf_sys_unmap(memory->items, memory->mapped);
-	memory->items = NULL;
-	memory->mapped = 0;
-	memory->capacity = 0;
+	rf_memory_abandon(memory);
 }

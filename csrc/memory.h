@@ -22,6 +22,8 @@ struct rf_memory {
  * has changed.
  */
 int rf_memory_grow(struct rf_memory *memory, uint32_t count);
+/* Forget it without a look: its fields may not fit together. */
+void rf_memory_abandon(struct rf_memory *memory);
 void rf_memory_free(struct rf_memory *memory);
 
 #endif

@@ -34,8 +34,8 @@ void rf_ranges_clear(struct rf_ranges *ranges)
 
 int rf_ranges_grow(struct rf_ranges *ranges, uint32_t count)
 {
-	/* Two neighbours hold at least RF_LEAF_JOIN + 1; one is being split. */
-	uint64_t leaves = 2 * (uint64_t)count / (RF_LEAF_JOIN + 1) + 3;
+	/* Two neighbours hold at least as many as half of one that was split, and one more. */
+	uint64_t leaves = 2 * (uint64_t)count / (RF_LEAF_RANGES / 2 + 1) + 3;
 
 	if (count == UINT32_MAX)
 		return -ENOMEM;
@@ -168,6 +168,22 @@ static void leaf_split(struct rf_ranges *ranges, struct rf_cursor *cursor)
 	}
 }
 
+/*
+ * Room for what goes before a full leaf: behind the leaf before it, or, lest those
+ * who register downwards leave every leaf half full, in a leaf of its own.
+ */
+static void make_room_before(struct rf_ranges *ranges, struct rf_cursor *cursor)
+{
+	/* A cut has moved its first start, and counts on the insertion to say so. */
+	directory_of(ranges)[cursor->entry].first = leaf_at(ranges, cursor->entry)->ranges[0].start;
+	if (cursor->entry && leaf_at(ranges, cursor->entry - 1)->used < RF_LEAF_RANGES) {
+		cursor->entry--;
+		cursor->item = leaf_at(ranges, cursor->entry)->used;
+		return;
+	}
+	leaf_insert(ranges, cursor->entry);
+}
+
 /* Insert before @cursor; it then points to the new range. */
 static void insert(struct rf_ranges *ranges, struct rf_cursor *cursor, struct rf_range range)
 {
@@ -178,7 +194,10 @@ static void insert(struct rf_ranges *ranges, struct rf_cursor *cursor, struct rf
 		leaf_insert(ranges, 0);
 	leaf = leaf_at(ranges, cursor->entry);
 	if (leaf->used == RF_LEAF_RANGES) {
-		leaf_split(ranges, cursor);
+		if (cursor->item)
+			leaf_split(ranges, cursor);
+		else
+			make_room_before(ranges, cursor);
 		leaf = leaf_at(ranges, cursor->entry);
 	}
 	memmove(leaf->ranges + cursor->item + 1, leaf->ranges + cursor->item,
@@ -274,7 +293,7 @@ void rf_ranges_add(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
 				revive(ranges, range);
 			range->count[policy]++;
 			range->flags |= flags;
-			if (flags & RF_RANGE_DOUBT)
+			if (range->flags & RF_RANGE_DOUBT)
 				range->nature = RF_NATURE_UNASKED;
 			at = range->end;
 		} else {
@@ -418,7 +437,7 @@ void rf_ranges_check(const struct rf_ranges *ranges)
 			  leaf_at(ranges, entry)->ranges[0].start);
 		RF_ASSERT(!entry || leaf_at(ranges, entry)->used +
 						    leaf_at(ranges, entry - 1)->used >
-					    RF_LEAF_JOIN);
+					    RF_LEAF_RANGES / 2);
 	}
 	for (range = rf_ranges_at(ranges, cursor); range;
 	     before = range, range = rf_ranges_next(ranges, &cursor)) {

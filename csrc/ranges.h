@@ -19,7 +19,7 @@
  *  - ranges are half open, page aligned, not empty, sorted, disjoint;
  *  - each has a count above zero or a mark;
  *  - touching ranges differ in something (between operations);
- *  - no leaf is empty; two neighbours hold more than RF_LEAF_JOIN ranges.
+ *  - no leaf is empty; two neighbours hold more than half of a leaf's ranges.
  *
  * No locks: the engine's lock is held. Only rf_ranges_reserve() can fail.
  */

@@ -89,7 +89,7 @@ struct rf_error {
 struct rf_handle {
 	uint64_t serial;
 	uint32_t slot;
-	uint32_t reserved;
+	uint32_t generation;	/* of the process that registered, as rf_generation() */
 };
 
 /* RF_ABI of the library that is loaded. */
@@ -130,7 +130,7 @@ RF_API int rf_release(struct rf_handle handle, unsigned int flags);
 RF_API int rf_handle_state(struct rf_handle handle);
 
 /* A number that is another in every forked child, raw clone() included. */
-RF_API uint64_t rf_generation(void);
+RF_API uint32_t rf_generation(void);
 
 enum rf_protection {
 	RF_BY_NOTHING = 0,	/* registered before rf_fork_init() */
@@ -170,7 +170,7 @@ struct rf_stats {
 	uint64_t query_calls;		/* questions asked of /proc */
 	uint64_t forks;			/* forks through libc seen by the handlers */
 	uint64_t forks_unprepared;	/* from a signal handler inside the engine */
-	uint64_t engine_bytes;		/* memory the engine holds */
+	uint64_t engine_bytes;		/* memory the engine's tables take */
 };
 
 /* Fills *@stats. 0, or -EDEADLK. */

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "registry.h"
 
-#include <errno.h>
 #include <string.h>
 
 void rf_registry_init(struct rf_registry *registry)
@@ -21,21 +20,6 @@ void rf_registry_clear(struct rf_registry *registry)
 	registry->slots = slots;
 	registry->last_serial = last_serial;
 	registry->inherited = last_serial;
-}
-
-struct rf_slot *rf_registry_find(const struct rf_registry *registry, struct rf_handle handle,
-				 int *why)
-{
-	struct rf_slot *slot;
-
-	*why = -ECHILD;
-	if (handle.serial && handle.serial <= registry->inherited)
-		return NULL;
-	*why = -ESTALE;
-	if (!handle.serial || handle.slot >= registry->touched)
-		return NULL;
-	slot = rf_registry_slot(registry, handle.slot);
-	return slot->serial == handle.serial ? slot : NULL;
 }
 
 void rf_registry_check(const struct rf_registry *registry)

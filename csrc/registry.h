@@ -20,6 +20,7 @@
 #include "memory.h"
 #include "rdmafork.h"
 
+#include <errno.h>
 #include <stdbool.h>
 
 #define RF_SLOT_NONE UINT32_MAX
@@ -137,8 +138,19 @@ static inline void rf_registry_unlist(struct rf_registry *registry, uint32_t ind
 }
 
 /* The live slot of @handle. NULL with *@why -ESTALE or -ECHILD. */
-struct rf_slot *rf_registry_find(const struct rf_registry *registry, struct rf_handle handle,
-				 int *why);
+static inline struct rf_slot *rf_registry_find(const struct rf_registry *registry,
+					       struct rf_handle handle, int *why)
+{
+	struct rf_slot *slot;
+
+	if (rf_likely(handle.serial > registry->inherited && handle.slot < registry->touched)) {
+		slot = rf_registry_slot(registry, handle.slot);
+		if (rf_likely(slot->serial == handle.serial))
+			return slot;
+	}
+	*why = handle.serial && handle.serial <= registry->inherited ? -ECHILD : -ESTALE;
+	return NULL;
+}
 
 /* Asserts the invariants (tests). */
 void rf_registry_check(const struct rf_registry *registry);

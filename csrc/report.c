@@ -191,8 +191,11 @@ RF_API int rf_stats(struct rf_stats *stats)
 	stats->query_calls = advisor->reader.questions;
 	stats->forks = engine->forks;
 	stats->forks_unprepared = __atomic_load_n(&engine->forks_unprepared, __ATOMIC_RELAXED);
-	stats->engine_bytes = engine->registry.slots.mapped + advisor->ranges.leaves.mapped +
-			      advisor->ranges.directory.mapped + advisor->reader.table.mapped;
+	/* What has been written to; reserved pages beyond take no memory. */
+	stats->engine_bytes = (uint64_t)engine->registry.touched * sizeof(struct rf_slot) +
+			      (uint64_t)advisor->ranges.leaves_touched * sizeof(struct rf_leaf) +
+			      (uint64_t)advisor->ranges.leaf_count * sizeof(struct rf_leaf_entry) +
+			      advisor->reader.table.mapped;
 	rf_leave();
 	return 0;
 }

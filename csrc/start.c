@@ -59,10 +59,11 @@ static int copy_name(struct dl_phdr_info *object, size_t size, void *data)
 	return 1;
 }
 
-/* Does the object of that name hold an engine, not this one, that runs? */
-static bool runs_another(const char *name)
+/* Is there an engine in the object of that name, not this one, that runs? Its path. */
+static bool runs_another(const char *name, struct rf_error *error)
 {
 	enum rf_mode (*other_mode)(void) = NULL;
+	Dl_info where;
 	/* RTLD_NOLOAD: a look at what is there, which loads and runs nothing. */
 	void *handle = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
 
@@ -70,7 +71,13 @@ static bool runs_another(const char *name)
 		return false;
 	*(void **)&other_mode = dlsym(handle, "rf_mode");
 	dlclose(handle);
-	return other_mode && other_mode != rf_mode && other_mode() != RF_MODE_NONE;
+	if (!other_mode || other_mode == rf_mode || other_mode() == RF_MODE_NONE)
+		return false;
+	/* The object may only depend on the one that holds it. */
+	if (dladdr(*(void **)&other_mode, &where))
+		name = where.dli_fname;
+	snprintf(error->text, sizeof(error->text), "%.255s", name);
+	return true;
 }
 
 /*
@@ -86,11 +93,10 @@ static int refuse_second_engine(struct rf_error *error)
 		name.at = 0;
 		if (!dl_iterate_phdr(copy_name, &name))
 			return 0;
-		if (runs_another(name.text))
+		if (runs_another(name.text, error))
 			break;
 	}
 	error->cause = RF_CAUSE_OTHER_ENGINE;
-	snprintf(error->text, sizeof(error->text), "%.255s", name.text);
 	return -EEXIST;
 }
 

@@ -76,6 +76,7 @@ struct text {
 	int fd;
 	size_t used, at;
 	uint64_t *questions;
+	bool cut;		/* the line before goes on */
 	char bytes[4096];
 };
 
@@ -87,6 +88,7 @@ static int next_line(struct text *text, const char **line, size_t *length)
 {
 	char *newline;
 	ssize_t rc;
+	bool rest;
 
 	for (;;) {
 		newline = memchr(text->bytes + text->at, '\n', text->used - text->at);
@@ -94,6 +96,10 @@ static int next_line(struct text *text, const char **line, size_t *length)
 			*line = text->bytes + text->at;
 			*length = newline ? (size_t)(newline - *line) : sizeof(text->bytes);
 			text->at += *length + (newline != NULL);
+			rest = text->cut;
+			text->cut = !newline;
+			if (rest)
+				continue;
 			return 1;
 		}
 		memmove(text->bytes, text->bytes + text->at, text->used - text->at);
@@ -202,7 +208,7 @@ static bool may_be_huge(const struct rf_vma_reader *reader, const struct rf_vma 
 {
 	uintptr_t mask = ((uintptr_t)1 << reader->huge_shift) - 1;
 
-	return reader->huge_shift && !vma->shared && !vma->anonymous && !(vma->start & mask) &&
+	return reader->huge_shift && !vma->anonymous && !(vma->start & mask) &&
 	       !(vma->end & mask);
 }
 

@@ -47,7 +47,7 @@ cdef extern from "rdmafork.h" nogil:
     struct rf_handle:
         uint64_t serial
         uint32_t slot
-        uint32_t reserved
+        uint32_t generation
 
     int rf_abi()
     int rf_fork_init(rf_mode mode, rf_error *error)
@@ -58,7 +58,7 @@ cdef extern from "rdmafork.h" nogil:
         rf_handle *handle, rf_error *error)
     int rf_release(rf_handle handle, unsigned int flags)
     int rf_handle_state(rf_handle handle)
-    uint64_t rf_generation()
+    uint32_t rf_generation()
 
     enum rf_protection:
         RF_BY_NOTHING

@@ -14,7 +14,7 @@ from cpython.exc cimport PyErr_Clear
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
 from libc.errno cimport EAGAIN
-from libc.stdint cimport UINT64_MAX, uint64_t, uintptr_t
+from libc.stdint cimport UINT64_MAX, uintptr_t
 
 from rdmafork cimport *
 
@@ -73,7 +73,6 @@ cdef class Registration:
     cdef rf_handle handle
     cdef uintptr_t start
     cdef size_t length
-    cdef uint64_t generation
     cdef bint open
     cdef bint is_protected
 
@@ -152,7 +151,7 @@ cdef class Registration:
     @property
     def inherited(self):
         """It is the parent's, and this is a forked child."""
-        return self.generation != rf_generation()
+        return self.handle.generation != rf_generation()
 
     def __repr__(self):
         state = (
@@ -175,7 +174,7 @@ cdef int drop_view(Registration self) except -1:
 cdef int check_usable(Registration self) except -1:
     if not self.open:
         raise ValueError("the registration is closed")
-    if self.generation != rf_generation():
+    if self.handle.generation != rf_generation():
         raise InheritedError(
             f"registration of {self.length} bytes at 0x{self.start:x} belongs to the parent "
             f"process: its memory is absent in this child; register afresh here")
@@ -202,7 +201,6 @@ cdef int take(Registration self, unsigned int flags, rf_policy policy) except -1
                 <const void *>self.start, self.length, flags, policy, &self.handle, &error)
     if rc < 0:
         raise failure(rc, &error, self.start, self.length)
-    self.generation = rf_generation()
     self.is_protected = rc == 1
     self.open = True
     if rc == 0:

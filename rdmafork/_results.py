@@ -67,7 +67,7 @@ class Stats(NamedTuple):
     query_calls: int  #: questions asked of /proc
     forks: int  #: through libc, since fork_init()
     forks_unprepared: int  #: of these, by a signal handler that interrupted the engine
-    engine_bytes: int  #: memory the engine has mapped for itself
+    engine_bytes: int  #: memory the engine's own tables take
 
 
 class KernelInfo(NamedTuple):

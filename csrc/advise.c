@@ -486,13 +486,14 @@ int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking
 	if (rc == -EINVAL)
 		rc = ask_and_mark(advisor, slot, error);
 	rf_advise_extent(advisor, slot, &start, &end);
+	/* Also after a failure: what was marked anew, in doubt, may have become shared. */
+	advisor->dirty = true;
 	if (rc < 0) {
 		rc = explain(advisor, start, end, rc, error);
 		undo(advisor, slot);
 		return rc;
 	}
 	rf_ranges_tidy(ranges, start, end);
-	advisor->dirty = true;
 	return 0;
 }
 
@@ -527,6 +528,60 @@ static void widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr_t 
 		*start = beside->start;
 }
 
+static bool is_over_budget(const struct rf_advisor *advisor)
+{
+	return 2 * (uint64_t)rf_ranges_runs(&advisor->ranges) > advisor->vma_budget;
+}
+
+/* Unmark a run that is wanted: the kernel copies it, until there is room again. */
+static void leave_to_kernel(struct rf_advisor *advisor, const struct rf_run *run)
+{
+	struct rf_cursor cursor = rf_ranges_seek(&advisor->ranges, run->start);
+	struct rf_range *range = rf_ranges_at(&advisor->ranges, cursor);
+
+	for (; range && range->start < run->end; range = rf_ranges_next(&advisor->ranges, &cursor))
+		if (!(range->flags & RF_RANGE_DOUBT))
+			range->flags |= RF_RANGE_DUE;
+	advisor->dirty = true;
+	rf_advise_unmark(advisor, run->start, run->end);
+	rf_ranges_tidy(&advisor->ranges, run->start, run->end);
+}
+
+/* The run of marked ranges that holds @address. */
+static bool marked_run(const struct rf_advisor *advisor, uintptr_t address, struct rf_run *run)
+{
+	const struct rf_range *range;
+	uintptr_t start = address + 1;
+
+	while (start && (range = rf_ranges_find(&advisor->ranges, start - 1)) && range->mark)
+		start = range->start;
+	return start <= address && rf_advise_next_run(advisor, start, UINTPTR_MAX, is_marked, run);
+}
+
+/*
+ * A release in the middle of a run makes two of it. Where that is one too many,
+ * what it has cut off goes to the kernel, or else the shorter of the neighbours.
+ */
+static void keep_to_budget(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
+{
+	struct rf_run run, left, right;
+	bool has_left, has_right;
+	uintptr_t at;
+
+	for (at = start; is_over_budget(advisor) && at < end &&
+			 rf_advise_next_run(advisor, at, end, is_marked, &run);
+	     at = run.end)
+		leave_to_kernel(advisor, &run);
+	if (!is_over_budget(advisor))
+		return;
+	has_left = start && marked_run(advisor, start - 1, &left);
+	has_right = marked_run(advisor, end, &right);
+	if (has_left && (!has_right || left.end - left.start < right.end - right.start))
+		leave_to_kernel(advisor, &left);
+	else if (has_right)
+		leave_to_kernel(advisor, &right);
+}
+
 void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
 {
 	struct rf_ranges *ranges = &advisor->ranges;
@@ -543,6 +598,8 @@ void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
 	     at = run.end)
 		rf_advise_unmark(advisor, run.start, run.end);
 	rf_ranges_tidy(ranges, start, end);
+	if (rf_unlikely(is_over_budget(advisor)) && advisor->kernel->copy_trusted)
+		keep_to_budget(advisor, start, end);
 	/* VMAs came free, which may be what others wait for. */
 	if (rf_unlikely(ranges->retries) && rf_ranges_runs(ranges) < runs)
 		rf_advise_retry(advisor);

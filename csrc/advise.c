@@ -195,7 +195,7 @@ static void unmark_mapping(struct rf_advisor *advisor, const struct rf_vma *vma,
 	}
 	rc = rf_advise_call(advisor, first, last, MADV_DOFORK);
 	/* EINVAL now: a device's mapping, which no child ever had or will have. */
-	if (rc >= 0 || rc == -EINVAL) {
+	if (rc >= 0 || (rc == -EINVAL && !vma->anonymous)) {
 		forget_marks(advisor, first, last);
 		return;
 	}
@@ -533,8 +533,7 @@ static bool is_over_budget(const struct rf_advisor *advisor)
 	return 2 * (uint64_t)rf_ranges_runs(&advisor->ranges) > advisor->vma_budget;
 }
 
-/* Unmark a run that is wanted: the kernel copies it, until there is room again. */
-static void leave_to_kernel(struct rf_advisor *advisor, const struct rf_run *run)
+void rf_advise_leave(struct rf_advisor *advisor, const struct rf_run *run)
 {
 	struct rf_cursor cursor = rf_ranges_seek(&advisor->ranges, run->start);
 	struct rf_range *range = rf_ranges_at(&advisor->ranges, cursor);
@@ -571,15 +570,15 @@ static void keep_to_budget(struct rf_advisor *advisor, uintptr_t start, uintptr_
 	for (at = start; is_over_budget(advisor) && at < end &&
 			 rf_advise_next_run(advisor, at, end, is_marked, &run);
 	     at = run.end)
-		leave_to_kernel(advisor, &run);
+		rf_advise_leave(advisor, &run);
 	if (!is_over_budget(advisor))
 		return;
 	has_left = start && marked_run(advisor, start - 1, &left);
 	has_right = marked_run(advisor, end, &right);
 	if (has_left && (!has_right || left.end - left.start < right.end - right.start))
-		leave_to_kernel(advisor, &left);
+		rf_advise_leave(advisor, &left);
 	else if (has_right)
-		leave_to_kernel(advisor, &right);
+		rf_advise_leave(advisor, &right);
 }
 
 void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)

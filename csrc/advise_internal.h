@@ -26,6 +26,9 @@ bool rf_advise_has_room(const struct rf_advisor *advisor);
  */
 void rf_advise_unmark(struct rf_advisor *advisor, uintptr_t start, uintptr_t end);
 
+/* Unmark a run that is wanted: the kernel copies it, until a fold marks it again. */
+void rf_advise_leave(struct rf_advisor *advisor, const struct rf_run *run);
+
 /* Unmark what the kernel refused to before. */
 void rf_advise_retry(struct rf_advisor *advisor);
 

@@ -30,17 +30,19 @@ void rf_clear(void)
 	engine->forks_unprepared = 0;
 }
 
-void rf_become_child(void)
+bool rf_become_child(void)
 {
 	struct rf_engine *engine = &rf_engine;
-	uint32_t wiped = 0;
+	uint64_t before = 0;
 
 	/* The first thread of a raw clone's does it, others wait for it. */
-	if (!__atomic_compare_exchange_n(engine->alive, &wiped, 2, false, __ATOMIC_ACQUIRE,
-					 __ATOMIC_ACQUIRE)) {
-		while (__atomic_load_n(engine->alive, __ATOMIC_ACQUIRE) == 2)
-			;
-		return;
+	while (!__atomic_compare_exchange_n(engine->alive, &before, rf_lock_self(), false,
+					    __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE)) {
+		if (before == 1)
+			return true;
+		if (before == rf_lock_self())
+			return false;
+		before = 0;
 	}
 	engine->generation++;
 	engine->registry.inherited = engine->registry.last_serial;
@@ -60,6 +62,7 @@ void rf_become_child(void)
 		__atomic_store_n(&engine->lock.word, 0, __ATOMIC_RELEASE);
 	}
 	__atomic_store_n(engine->alive, 1, __ATOMIC_RELEASE);
+	return true;
 }
 
 RF_API int rf_abi(void)
@@ -74,7 +77,7 @@ RF_API enum rf_mode rf_mode(void)
 
 RF_API uint32_t rf_generation(void)
 {
-	rf_notice_child();
+	(void)rf_notice_child();
 	return rf_engine.generation;
 }
 

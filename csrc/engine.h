@@ -24,9 +24,11 @@
 #include "lock.h"
 #include "registry.h"
 
+#include <errno.h>
+
 struct rf_engine {
 	struct rf_lock lock;
-	uint32_t *alive;
+	uint64_t *alive;	/* 1; 0 once wiped; or the thread that makes it 1 again */
 	enum rf_mode mode;
 	int window;		/* forks under way, atomic */
 	bool mode_inherited;	/* from the parent: a child may choose anew */
@@ -42,13 +44,16 @@ struct rf_engine {
 /* Between rf_enter() and rf_leave(), but for what is said to be atomic. */
 extern struct rf_engine rf_engine;
 
-/* This is a child of the process whose state it finds. */
-void rf_become_child(void);
+/*
+ * This is a child of the process whose state it finds. False in a signal handler
+ * that has interrupted just this.
+ */
+bool rf_become_child(void);
 
-static inline void rf_notice_child(void)
+static inline bool rf_notice_child(void)
 {
-	if (rf_unlikely(!__atomic_load_n(rf_engine.alive, __ATOMIC_ACQUIRE)))
-		rf_become_child();
+	return rf_likely(__atomic_load_n(rf_engine.alive, __ATOMIC_ACQUIRE) == 1) ||
+	       rf_become_child();
 }
 
 /* The lock is taken: the engine is the caller's to wait for, or not. */
@@ -60,9 +65,14 @@ void rf_clear(void);
 /* 0, -EDEADLK in a signal handler inside the engine, -EAGAIN with RF_NOWAIT. */
 static inline int rf_enter(unsigned int flags)
 {
-	rf_notice_child();
-	if (rf_unlikely(!rf_lock_try(&rf_engine.lock)))
-		return rf_enter_slowly(flags);
+	if (rf_unlikely(!rf_notice_child()))
+		return -EDEADLK;
+	if (rf_unlikely(!rf_lock_try(&rf_engine.lock))) {
+		int rc = rf_enter_slowly(flags);
+
+		if (rc < 0)
+			return rc;
+	}
 	/* A fork between the look at it in rf_leave() and the unlocking left it to us. */
 	if (rf_unlikely(rf_engine.clear_when_left))
 		rf_clear();

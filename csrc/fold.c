@@ -27,6 +27,11 @@ static bool is_marked_but_shared(const struct rf_range *range)
 	return range->mark && range->nature == RF_NATURE_SHARED;
 }
 
+static bool is_marked_and_unasked(const struct rf_range *range)
+{
+	return range->mark && is_unasked(range);
+}
+
 static bool is_due(const struct rf_range *range)
 {
 	return range->flags & RF_RANGE_DUE && range->nature == RF_NATURE_PRIVATE &&
@@ -180,6 +185,22 @@ static void walk(struct rf_advisor *advisor, bool marking)
 	advisor->dirty = remains(advisor);
 }
 
+/*
+ * /proc cannot be opened, so nothing tells private from shared: what may be either
+ * is left to the kernel, if that copies.
+ */
+static void leave_unasked(struct rf_advisor *advisor)
+{
+	struct rf_run run;
+	uintptr_t at;
+
+	if (!advisor->kernel->copy_trusted)
+		return;
+	for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_marked_and_unasked, &run);
+	     at = run.end)
+		rf_advise_leave(advisor, &run);
+}
+
 void rf_advise_fold(struct rf_advisor *advisor, struct rf_registry *registry)
 {
 	if (advisor->ranges.retries)
@@ -187,9 +208,10 @@ void rf_advise_fold(struct rf_advisor *advisor, struct rf_registry *registry)
 	advisor->dirty = advisor->dirty && remains(advisor);
 	if (!registry->listed && !advisor->dirty)
 		return;
-	/* Without /proc nothing tells private from shared: all is left to the kernel. */
-	if (rf_vma_open(&advisor->reader) < 0)
+	if (rf_vma_open(&advisor->reader) < 0) {
+		leave_unasked(advisor);
 		return;
+	}
 	count_listed(advisor, registry);
 	walk(advisor, true);
 	rf_vma_close(&advisor->reader);

@@ -13,7 +13,7 @@ static void prepare(void)
 {
 	struct rf_engine *engine = &rf_engine;
 
-	rf_notice_child();
+	(void)rf_notice_child();
 	__atomic_add_fetch(&engine->window, 1, __ATOMIC_SEQ_CST);
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
 		return;
@@ -39,12 +39,12 @@ static void parent(void)
 }
 
 /* Used where a page that is wiped at fork cannot be had: raw clones go unnoticed. */
-static uint32_t unwiped;
+static uint64_t unwiped;
 
 static void child(void)
 {
 	unwiped = 0;
-	rf_notice_child();
+	(void)rf_notice_child();
 }
 
 /*

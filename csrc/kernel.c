@@ -11,6 +11,17 @@
 #define TRUSTED_SINCE 5019
 #define DEFAULT_MAX_MAP_COUNT 65530
 
+/* A file could not be opened for want of descriptors or memory: to be read again. */
+static bool unsure;
+
+static int open_file(const char *path)
+{
+	int fd = rf_sys_open(path);
+
+	unsure |= fd < 0 && fd != -ENOENT && fd != -EACCES && fd != -EPERM;
+	return fd;
+}
+
 static unsigned int parse_number(const char **text)
 {
 	unsigned int value = 0;
@@ -38,7 +49,7 @@ static uint32_t read_max_map_count(void)
 	char text[32] = "";
 	const char *at = text;
 	unsigned long value = 0;
-	int fd = rf_sys_open("/proc/sys/vm/max_map_count");
+	int fd = open_file("/proc/sys/vm/max_map_count");
 
 	if (fd >= 0) {
 		(void)!rf_sys_read(fd, text, sizeof(text) - 1);
@@ -67,7 +78,7 @@ static void read_huge_shifts(struct rf_kernel *kernel)
 		while (used)
 			strncat(path, &digits[--used], 1);
 		strcat(path, "kB/nr_hugepages");
-		fd = rf_sys_open(path);
+		fd = open_file(path);
 		if (fd < 0)
 			continue;
 		rf_sys_close(fd);
@@ -78,7 +89,7 @@ static void read_huge_shifts(struct rf_kernel *kernel)
 static bool probe_procmap_query(void)
 {
 	struct rf_vma vma;
-	int fd = rf_sys_open("/proc/self/maps"), rc;
+	int fd = open_file("/proc/self/maps"), rc;
 
 	if (fd < 0)
 		return false;
@@ -139,8 +150,9 @@ const struct rf_kernel *rf_kernel(void)
 	static bool known;
 
 	if (rf_unlikely(!known)) {
+		unsure = false;
 		read_kernel(&kernel);
-		known = true;
+		known = !unsure;
 	}
 	return &kernel;
 }

@@ -16,7 +16,7 @@
 
 #include <stdbool.h>
 
-/* Read at the first call. The engine's lock is held. */
+/* Read at the first call that can read it all. The engine's lock is held. */
 const struct rf_kernel *rf_kernel(void);
 
 /* Does madvise() know MADV_DONTFORK? Asked of the kernel at each call. */

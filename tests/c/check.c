@@ -1,0 +1,482 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#define _GNU_SOURCE
+#include "check.h"
+#include "engine.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <sys/file.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <time.h>
+
+#define STATUS_FAILED 99
+#define STATUS_SKIPPED 77
+
+size_t check_page = 4096;
+static uint64_t seed, state;
+static const char *running = "";
+static int seed_printed;
+
+/* One write(), so that what several processes say stays apart. */
+static void say(const char *what, const char *format, va_list arguments)
+{
+	char text[1024];
+	int used = snprintf(text, sizeof(text), "        %s: %s", running, what);
+
+	used += vsnprintf(text + used, sizeof(text) - (size_t)used - 1, format, arguments);
+	if (used > (int)sizeof(text) - 2)
+		used = sizeof(text) - 2;
+	text[used++] = '\n';
+	(void)!write(STDERR_FILENO, text, (size_t)used);
+}
+
+void check_failed(const char *file, int line, const char *what, const char *format, ...)
+{
+	char where[256];
+	va_list arguments;
+
+	snprintf(where, sizeof(where), "%s:%d: %s:", file, line, what);
+	va_start(arguments, format);
+	say(where, format, arguments);
+	va_end(arguments);
+	_exit(STATUS_FAILED);
+}
+
+void check_skip(const char *format, ...)
+{
+	va_list arguments;
+
+	va_start(arguments, format);
+	say("skipped: ", format, arguments);
+	va_end(arguments);
+	_exit(STATUS_SKIPPED);
+}
+
+unsigned long check_scale(unsigned long amount)
+{
+	const char *scale = getenv("SCALE");
+
+	if (scale)
+		amount *= strtoul(scale, NULL, 0);
+	amount /= CHECK_SLOWNESS;
+	return amount ? amount : 1;
+}
+
+uint64_t check_random(void)
+{
+	state ^= state >> 12;
+	state ^= state << 25;
+	state ^= state >> 27;
+	return state * 0x2545f4914f6cdd1dull;
+}
+
+/* ---- The pool of huge pages, which belongs to the whole machine ---- */
+
+#define POOL "/proc/sys/vm/nr_hugepages"
+#define POOL_PAGES 16
+
+static int pool = -1, pool_lock = -1;
+static long pool_before;
+
+static long pool_read(void)
+{
+	char text[32] = "";
+
+	return pread(pool, text, sizeof(text) - 1, 0) > 0 ? atol(text) : -1;
+}
+
+static void pool_write(long pages)
+{
+	char text[32];
+	int length = snprintf(text, sizeof(text), "%ld\n", pages);
+
+	(void)!pwrite(pool, text, (size_t)length, 0);
+}
+
+/* Other tests of this project may run beside this one: they use the same lock. */
+static void pool_take(void)
+{
+	const char *folder = getenv("TMPDIR");
+	unsigned int patience = 120 * 20;
+	char path[256];
+
+	snprintf(path, sizeof(path), "%s/rdmafork-test-hugepages.lock", folder ? folder : "/tmp");
+	pool = open(POOL, O_RDWR | O_CLOEXEC);
+	pool_lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+	while (pool_lock >= 0 && flock(pool_lock, LOCK_EX | LOCK_NB) && patience--)
+		usleep(50000);
+	if (pool < 0)
+		return;
+	pool_before = pool_read();
+	pool_write(pool_before + POOL_PAGES);
+}
+
+static void pool_give_back(void)
+{
+	if (pool >= 0) {
+		pool_write(pool_before);
+		close(pool);
+	}
+	if (pool_lock >= 0)
+		close(pool_lock);
+	pool = -1;
+	pool_lock = -1;
+}
+
+char *check_map_huge(size_t pages, int sharing)
+{
+	char *memory = mmap(NULL, pages * CHECK_HUGE, PROT_READ | PROT_WRITE,
+			    sharing | MAP_ANONYMOUS | MAP_HUGETLB | (21 << 26 /* MAP_HUGE_2MB */),
+			    -1, 0);
+
+	if (memory == MAP_FAILED)
+		check_skip("no %zu huge pages: %s", pages, strerror(errno));
+	return memory;
+}
+
+/* ---- Scenarios ---- */
+
+/* Its end, or SIGALRM if it takes too long: a timer of its own could be what hangs. */
+static int wait_for(pid_t child, unsigned int seconds)
+{
+	unsigned long naps = seconds * 1000ul;
+	int status;
+
+	for (; naps; naps--) {
+		if (waitpid(child, &status, WNOHANG) == child)
+			return WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
+		usleep(1000);
+	}
+	kill(child, SIGKILL);
+	check_wait(child);
+	return -SIGALRM;
+}
+
+static int run_one(const struct check_scenario *scenario)
+{
+	unsigned int seconds = scenario->seconds ? scenario->seconds : 60;
+	pid_t child;
+	int status;
+
+	fflush(NULL);
+	if (scenario->huge)
+		pool_take();
+	child = fork();
+	CHECK(child >= 0, "%s", strerror(errno));
+	if (!child) {
+		running = scenario->name;
+		setpgid(0, 0);
+		state = seed;
+		scenario->run();
+		_exit(0);
+	}
+	setpgid(child, child);
+	status = wait_for(child, seconds * (CHECK_SLOWNESS > 1 ? 4 : 1));
+	/* What it has left behind. */
+	kill(-child, SIGKILL);
+	if (scenario->huge)
+		pool_give_back();
+	return status;
+}
+
+int check_run(const struct check_scenario *scenarios, size_t count, int argc, char **argv)
+{
+	const struct rlimit no_core = { 0, 0 };
+	const char *text = getenv("SEED");
+	unsigned int failed = 0, ran = 0;
+	size_t i;
+
+	check_page = (size_t)sysconf(_SC_PAGESIZE);
+	seed = text ? strtoull(text, NULL, 0) : (uint64_t)time(NULL) * 1000003 + (uint64_t)getpid();
+	seed |= !seed;
+	if (!seed_printed++)
+		printf("SEED=%llu\n", (unsigned long long)seed);
+	setrlimit(RLIMIT_CORE, &no_core);
+	unsetenv("RDMAFORK_MODE");
+	unsetenv("RDMAFORK_EDGES");
+	unsetenv("RDMAV_FORK_SAFE");
+	unsetenv("IBV_FORK_SAFE");
+	for (i = 0; i < count; i++) {
+		struct timespec from, to;
+		int status;
+
+		if (argc > 1 && !strstr(scenarios[i].name, argv[1]))
+			continue;
+		clock_gettime(CLOCK_MONOTONIC, &from);
+		status = run_one(&scenarios[i]);
+		clock_gettime(CLOCK_MONOTONIC, &to);
+		ran++;
+		failed += status && status != STATUS_SKIPPED;
+		if (status == STATUS_SKIPPED)
+			printf("skip   ");
+		else
+			printf(status ? "FAILED " : "ok     ");
+		printf("%s %.2fs", scenarios[i].name,
+		       (double)(to.tv_sec - from.tv_sec) +
+			       (double)(to.tv_nsec - from.tv_nsec) / 1e9);
+		if (status == -SIGALRM)
+			printf(" (hung)");
+		else if (status && status != STATUS_SKIPPED)
+			printf(" (%d)", status);
+		printf("\n");
+	}
+	if (!ran)
+		printf("no such scenario\n");
+	return failed || !ran;
+}
+
+/* ---- Memory ---- */
+
+static char *map(size_t pages, int sharing)
+{
+	size_t nbytes = pages * check_page;
+	char *memory = mmap(NULL, nbytes + 2 * check_page, PROT_NONE, sharing | MAP_ANONYMOUS, -1,
+			    0);
+
+	CHECK(memory != MAP_FAILED, "%s", strerror(errno));
+	memory += check_page;
+	CHECK(!mprotect(memory, nbytes, PROT_READ | PROT_WRITE), "%s", strerror(errno));
+	return memory;
+}
+
+char *check_map(size_t pages)
+{
+	return map(pages, MAP_PRIVATE);
+}
+
+char *check_map_shared(size_t pages)
+{
+	return map(pages, MAP_SHARED);
+}
+
+void check_unmap(void *start, size_t pages)
+{
+	CHECK(!munmap(start, pages * check_page), "%s", strerror(errno));
+}
+
+struct vma {
+	uintptr_t start, end;
+	unsigned int flags;
+};
+
+static struct vma vmas[150000];
+static size_t vma_count;
+
+static unsigned int parse_flags(const char *at)
+{
+	unsigned int flags = CHECK_MAPPED;
+
+	for (; *at; at++) {
+		if (!strncmp(at, " dc", 3))
+			flags |= CHECK_DC;
+		else if (!strncmp(at, " sh", 3))
+			flags |= CHECK_SHARED;
+		else if (!strncmp(at, " ht", 3))
+			flags |= CHECK_HUGETLB;
+	}
+	return flags;
+}
+
+static void parse_line(char *line)
+{
+	unsigned long start, end;
+
+	if (!strncmp(line, "VmFlags:", 8)) {
+		CHECK(vma_count);
+		vmas[vma_count - 1].flags = parse_flags(line + 8);
+	} else if (((*line >= '0' && *line <= '9') || (*line >= 'a' && *line <= 'f')) &&
+		   sscanf(line, "%lx-%lx", &start, &end) == 2) {
+		CHECK(vma_count < COUNT_OF(vmas));
+		vmas[vma_count].start = start;
+		vmas[vma_count].end = end;
+		vmas[vma_count++].flags = CHECK_MAPPED;
+	}
+}
+
+/* Nothing is allocated: that would change what is read. */
+void check_read_smaps(void)
+{
+	static char text[1 << 16];
+	size_t used = 0, at;
+	ssize_t got;
+	char *newline;
+	int fd = open("/proc/self/smaps", O_RDONLY | O_CLOEXEC);
+
+	CHECK(fd >= 0, "%s", strerror(errno));
+	vma_count = 0;
+	while ((got = read(fd, text + used, sizeof(text) - 1 - used)) > 0) {
+		used += (size_t)got;
+		at = 0;
+		while ((newline = memchr(text + at, '\n', used - at))) {
+			*newline = '\0';
+			parse_line(text + at);
+			at = (size_t)(newline - text) + 1;
+		}
+		memmove(text, text + at, used - at);
+		used -= at;
+	}
+	close(fd);
+}
+
+unsigned int check_flags_read(const void *address)
+{
+	size_t low = 0, high = vma_count, middle;
+
+	while (low < high) {
+		middle = low + (high - low) / 2;
+		if (vmas[middle].end <= (uintptr_t)address)
+			low = middle + 1;
+		else
+			high = middle;
+	}
+	return low < vma_count && vmas[low].start <= (uintptr_t)address ? vmas[low].flags : 0;
+}
+
+size_t check_vmas_read(void)
+{
+	return vma_count;
+}
+
+unsigned int check_flags(const void *address)
+{
+	check_read_smaps();
+	return check_flags_read(address);
+}
+
+size_t check_vmas(void)
+{
+	check_read_smaps();
+	return vma_count;
+}
+
+size_t check_marked(const void *start, size_t pages)
+{
+	size_t i, marked = 0;
+
+	check_read_smaps();
+	for (i = 0; i < pages; i++)
+		marked += !!(check_flags_read((const char *)start + i * check_page) & CHECK_DC);
+	return marked;
+}
+
+static char *hoard;
+static size_t hoard_bytes;
+
+void check_use_up_vmas(size_t spare)
+{
+	size_t limit, at;
+	struct rf_kernel kernel;
+
+	if (CHECK_TSAN)
+		check_skip("ThreadSanitizer needs VMAs of its own");
+	rf_kernel_info(&kernel);
+	limit = kernel.max_map_count;
+	if (limit > 200000)
+		check_skip("vm.max_map_count is %zu", limit);
+	hoard_bytes = (limit + 16) * check_page;
+	hoard = mmap(NULL, hoard_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+		     -1, 0);
+	CHECK(hoard != MAP_FAILED);
+	/* Every second page differs; the first refusal says that the limit is reached. */
+	for (at = 1; !mprotect(hoard + at * check_page, check_page, PROT_READ); at += 2)
+		;
+	CHECK(at > 3 && errno == ENOMEM, "%s", strerror(errno));
+	/* Give some back, from the end: two for each page. */
+	for (at -= 2; spare >= 2; spare -= 2, at -= 2)
+		CHECK(!mprotect(hoard + at * check_page, check_page, PROT_NONE));
+}
+
+void check_give_back_vmas(void)
+{
+	CHECK(!munmap(hoard, hoard_bytes));
+}
+
+/* ---- The engine ---- */
+
+void check_start(enum rf_mode mode)
+{
+	struct rf_error error;
+	int rc = rf_fork_init(mode, &error);
+
+	CHECK(rc == 0, "rf_fork_init: %d, cause %d", rc, error.cause);
+}
+
+struct rf_handle check_register(const void *start, size_t nbytes, unsigned int flags)
+{
+	struct rf_handle handle;
+	struct rf_error error;
+	int rc = rf_register(start, nbytes, flags, RF_OMIT, &handle, &error);
+
+	CHECK(rc == 1, "rf_register(%p, %zu): %d, cause %d", start, nbytes, rc, error.cause);
+	return handle;
+}
+
+void check_release(struct rf_handle handle)
+{
+	int rc = rf_release(handle, 0);
+
+	CHECK(rc == 0, "rf_release: %d", rc);
+}
+
+void check_sound(void)
+{
+	rf_ranges_check(&rf_engine.advisor.ranges);
+	rf_registry_check(&rf_engine.registry);
+	CHECK(!rf_engine.advisor.reader.depth, "a round of questions was left open");
+}
+
+void check_empty(void)
+{
+	struct rf_range_info info;
+	struct rf_stats stats;
+
+	check_sound();
+	CHECK(rf_stats(&stats) == 0);
+	CHECK(!stats.registrations, "%lu", (unsigned long)stats.registrations);
+	CHECK(!stats.pending, "%lu", (unsigned long)stats.pending);
+	CHECK(!stats.unreleased_bytes, "%lu", (unsigned long)stats.unreleased_bytes);
+	CHECK(!stats.ranges, "%lu", (unsigned long)stats.ranges);
+	CHECK(!stats.marked_ranges && !stats.marked_bytes && !stats.vmas);
+	CHECK(!stats.left_ranges && !stats.left_bytes);
+	CHECK(!rf_engine.advisor.ranges.retries);
+	CHECK(rf_list(&info, 1) == 0);
+}
+
+int check_wait(pid_t child)
+{
+	int status;
+
+	while (waitpid(child, &status, 0) < 0)
+		CHECK(errno == EINTR, "waitpid: %s", strerror(errno));
+	return WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+void check_fork(void)
+{
+	pid_t child = fork();
+
+	CHECK(child >= 0, "fork: %s", strerror(errno));
+	if (!child)
+		_exit(0);
+	CHECK(check_wait(child) == 0);
+}
+
+bool check_child_reads(const void *address)
+{
+	pid_t child = fork();
+	int status;
+
+	CHECK(child >= 0, "fork: %s", strerror(errno));
+	if (!child) {
+		/* The sanitizers' own handler is loud. */
+		signal(SIGSEGV, SIG_DFL);
+		signal(SIGBUS, SIG_DFL);
+		(void)*(const volatile char *)address;
+		_exit(0);
+	}
+	status = check_wait(child);
+	CHECK(status == 0 || status == -SIGSEGV, "%d", status);
+	return status == 0;
+}

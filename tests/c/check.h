@@ -1,0 +1,126 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * What the engine's tests share. A program is a list of scenarios. Each runs in a
+ * process of its own, as a process has one engine, under a watchdog: a deadlock
+ * is a failure too.
+ *
+ *	SEED=n		repeats a random run
+ *	SCALE=n		multiplies the amount of work
+ *	program NAME	runs the scenarios with NAME in their name
+ */
+#ifndef CHECK_H
+#define CHECK_H
+
+#include "rdmafork.h"
+
+#include <errno.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#if defined(__SANITIZE_THREAD__)
+#define CHECK_TSAN 1
+#define CHECK_SLOWNESS 20
+#elif defined(__SANITIZE_ADDRESS__)
+#define CHECK_TSAN 0
+#define CHECK_SLOWNESS 5
+#else
+#define CHECK_TSAN 0
+#define CHECK_SLOWNESS 1
+#endif
+
+#define COUNT_OF(array) (sizeof(array) / sizeof((array)[0]))
+
+/* CHECK(x) or CHECK(x, "format", ...): ends the process if x is false. */
+#define CHECK(x, ...)                                                          \
+	do {                                                                   \
+		if (!(x))                                                      \
+			check_failed(__FILE__, __LINE__, #x, " " __VA_ARGS__); \
+	} while (0)
+
+__attribute__((noreturn, format(printf, 4, 5))) void
+check_failed(const char *file, int line, const char *what, const char *format, ...);
+
+/* End this scenario as skipped. */
+__attribute__((noreturn, format(printf, 1, 2))) void check_skip(const char *format, ...);
+
+struct check_scenario {
+	const char *name;
+	void (*run)(void);
+	unsigned int seconds;	/* of the watchdog; 0: 60 */
+	bool huge;		/* with a pool of huge pages */
+};
+
+#define SCENARIO(function)	{ #function, function, 0, false }
+#define SCENARIO_SLOW(function) { #function, function, 240, false }
+#define SCENARIO_HUGE(function) { #function, function, 0, true }
+
+/* Runs them all; the exit status for main(). */
+int check_run(const struct check_scenario *scenarios, size_t count, int argc, char **argv);
+
+/* @amount for this build and $SCALE, at least 1. */
+unsigned long check_scale(unsigned long amount);
+
+/* Random numbers; the seed is printed when a scenario fails. */
+uint64_t check_random(void);
+static inline size_t check_below(size_t limit)
+{
+	return (size_t)(check_random() % limit);
+}
+
+/* ---- Memory ---- */
+
+extern size_t check_page;
+
+/* Private or shared memory that merges with no other mapping. */
+char *check_map(size_t pages);
+char *check_map_shared(size_t pages);
+void check_unmap(void *start, size_t pages);
+
+/* Huge pages of 2 MiB, or a skip with the reason; in a scenario with a pool of them. */
+#define CHECK_HUGE (2u << 20)
+char *check_map_huge(size_t pages, int sharing);
+
+#define CHECK_MAPPED	1u
+#define CHECK_DC	2u	/* VmFlags: MADV_DONTFORK */
+#define CHECK_SHARED	4u
+#define CHECK_HUGETLB	8u
+
+/* Reads smaps, for the next two. */
+void check_read_smaps(void);
+unsigned int check_flags_read(const void *address);
+size_t check_vmas_read(void);
+
+/* The same, read anew. */
+unsigned int check_flags(const void *address);
+size_t check_vmas(void);
+/* Pages of [@start, @start + @pages) that are marked. */
+size_t check_marked(const void *start, size_t pages);
+
+/* Take all VMAs the kernel grants but @spare; give them back. */
+void check_use_up_vmas(size_t spare);
+void check_give_back_vmas(void);
+
+/* ---- The engine ---- */
+
+void check_start(enum rf_mode mode);
+struct rf_handle check_register(const void *start, size_t nbytes, unsigned int flags);
+void check_release(struct rf_handle handle);
+
+/* The structures are sound. */
+void check_sound(void);
+/* And there is nothing in them. */
+void check_empty(void);
+
+/* fork() a child that does nothing. */
+void check_fork(void);
+/* Wait for @child: its exit status, or minus the signal that ended it. */
+int check_wait(pid_t child);
+/* Does a child made by fork() find @address? */
+bool check_child_reads(const void *address);
+
+#endif

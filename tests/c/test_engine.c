@@ -1,0 +1,653 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* The public API's promises: modes, handles, laziness, the list, and random lives. */
+#define _GNU_SOURCE
+#include "check.h"
+#include "engine.h"
+
+static struct rf_error error;
+
+static void need_trust(void)
+{
+	struct rf_kernel kernel;
+
+	rf_kernel_info(&kernel);
+	if (!kernel.copy_trusted)
+		check_skip("copying at fork is not trusted on %s", kernel.release);
+}
+
+static int init(enum rf_mode mode)
+{
+	return rf_fork_init(mode, &error);
+}
+
+/* ---- Modes ---- */
+
+static void a_second_start_with_the_same_wishes_does_nothing(void)
+{
+	CHECK(rf_mode() == RF_MODE_NONE && rf_abi() == RF_ABI);
+	CHECK(init(RF_MODE_NONE) == -EINVAL && error.cause == RF_CAUSE_MODE);
+	CHECK(init((enum rf_mode)17) == -EINVAL && error.cause == RF_CAUSE_MODE);
+	CHECK(init(RF_MODE_EAGER) == 0 && rf_mode() == RF_MODE_EAGER);
+	CHECK(init(RF_MODE_EAGER) == 0 && init(RF_MODE_AUTO) == 0);
+	CHECK(init(RF_MODE_LAZY) == -EINVAL && error.cause == RF_CAUSE_MODE);
+	CHECK(rf_mode() == RF_MODE_EAGER);
+}
+
+static void auto_asks_kernel_and_environment(void)
+{
+	struct rf_kernel kernel;
+
+	rf_kernel_info(&kernel);
+	setenv("RDMAFORK_MODE", "sometimes", 1);
+	CHECK(init(RF_MODE_AUTO) == -EINVAL && error.cause == RF_CAUSE_ENVIRONMENT);
+	CHECK(strstr(error.text, "RDMAFORK_MODE=sometimes"));
+	setenv("RDMAFORK_MODE", "", 1);
+	setenv("RDMAFORK_EDGES", "some", 1);
+	CHECK(init(RF_MODE_AUTO) == -EINVAL && error.cause == RF_CAUSE_ENVIRONMENT);
+	CHECK(rf_mode() == RF_MODE_NONE);
+	setenv("RDMAFORK_EDGES", "", 1);
+	CHECK(init(RF_MODE_AUTO) == 0);
+	CHECK(rf_mode() == (kernel.copy_trusted ? RF_MODE_LAZY : RF_MODE_EAGER));
+}
+
+static void the_environment_chooses_for_auto_alone(void)
+{
+	setenv("RDMAFORK_MODE", "eager", 1);
+	CHECK(init(RF_MODE_AUTO) == 0 && rf_mode() == RF_MODE_EAGER);
+}
+
+static void a_late_start_is_refused(void)
+{
+	char *memory = check_map(2);
+	struct rf_handle handle;
+
+	CHECK(rf_register(memory, check_page, 0, RF_OMIT, &handle, &error) == 0);
+	CHECK(rf_handle_state(handle) == 0);
+	CHECK(init(RF_MODE_AUTO) == -EINVAL && error.cause == RF_CAUSE_LATE);
+	check_release(handle);
+	CHECK(init(RF_MODE_AUTO) == -EINVAL && error.cause == RF_CAUSE_LATE);
+	CHECK(check_marked(memory, 2) == 0);
+	/* A child starts from nothing. */
+	pid_t child = fork();
+
+	if (!child) {
+		CHECK(init(RF_MODE_AUTO) == 0);
+		handle = check_register(memory, check_page, 0);
+		CHECK(check_marked(memory, 2) == 1);
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
+}
+
+static void a_failed_registration_is_none(void)
+{
+	struct rf_handle handle;
+
+	CHECK(rf_register((void *)16, SIZE_MAX, 0, RF_OMIT, &handle, &error) == -EOVERFLOW);
+	CHECK(rf_register(&handle, 4, 0, RF_WIPE, &handle, &error) == -ENOTSUP);
+	CHECK(error.cause == RF_CAUSE_POLICY);
+	CHECK(rf_register(&handle, 4, 0, (enum rf_policy)3, &handle, &error) == -EINVAL);
+	CHECK(rf_register(&handle, 4, 0, (enum rf_policy)77, &handle, &error) == -EINVAL);
+	CHECK(init(RF_MODE_EAGER) == 0);
+	check_empty();
+}
+
+static void variables_of_libibverbs_start_it(void)
+{
+	static const char *const names[] = { "RDMAV_FORK_SAFE", "IBV_FORK_SAFE" };
+	static const char *const values[] = { "0", "", "1" };
+	size_t i, j;
+
+	for (i = 0; i < COUNT_OF(names); i++) {
+		for (j = 0; j < COUNT_OF(values); j++) {
+			pid_t child = fork();
+
+			if (!child) {
+				char *memory = check_map(1);
+
+				setenv(names[i], values[j], 1);
+				check_register(memory, check_page, 0);
+				CHECK(rf_mode() != RF_MODE_NONE && check_marked(memory, 1) == 1);
+				_exit(0);
+			}
+			CHECK(check_wait(child) == 0);
+		}
+	}
+	setenv("RDMAV_FORK_SAFE", "1", 1);
+	setenv("RDMAFORK_MODE", "wrong", 1);
+	for (i = 0; i < 2; i++) {
+		struct rf_handle handle;
+
+		CHECK(rf_register(&i, 8, 0, RF_OMIT, &handle, &error) == -EINVAL);
+		CHECK(error.cause == RF_CAUSE_ENVIRONMENT);
+	}
+}
+
+static void a_child_chooses_its_own_mode(void)
+{
+	char *memory = check_map(1);
+	pid_t child;
+
+	need_trust();
+	check_start(RF_MODE_LAZY);
+	check_register(memory, check_page, RF_HELD);
+	child = fork();
+	if (!child) {
+		CHECK(rf_mode() == RF_MODE_LAZY);
+		CHECK(init(RF_MODE_EAGER) == 0 && rf_mode() == RF_MODE_EAGER);
+		check_empty();
+		memory = check_map(1);
+		check_register(memory, check_page, RF_HELD);
+		CHECK(check_marked(memory, 1) == 1);
+		CHECK(init(RF_MODE_LAZY) == -EINVAL);
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
+}
+
+/* ---- Handles ---- */
+
+static void a_handle_is_released_once(void)
+{
+	struct rf_handle first, second, zero = { 0 };
+	char *memory = check_map(4);
+
+	check_start(RF_MODE_EAGER);
+	first = check_register(memory, 2 * check_page, 0);
+	second = check_register(memory, 2 * check_page, 0);
+	check_release(first);
+	CHECK(rf_release(first, 0) == -ESTALE && rf_release(zero, 0) == -ESTALE);
+	CHECK(rf_handle_state(first) == -ESTALE && rf_handle_state(zero) == -ESTALE);
+	CHECK(check_marked(memory, 4) == 2);
+	check_release(second);
+	CHECK(rf_release(second, 0) == -ESTALE && rf_release(first, 0) == -ESTALE);
+	first = check_register(memory, 2 * check_page, 0);
+	CHECK(first.slot == second.slot && rf_release(second, 0) == -ESTALE);
+	CHECK(check_marked(memory, 4) == 2);
+	check_release(first);
+	check_empty();
+}
+
+static void nothing_can_be_registered(void)
+{
+	struct rf_range_info info;
+	struct rf_handle handles[2];
+	struct rf_stats stats;
+
+	check_start(RF_MODE_EAGER);
+	handles[0] = check_register(NULL, 0, 0);
+	handles[1] = check_register((void *)0x1234, 0, RF_HELD);
+	CHECK(rf_stats(&stats) == 0 && stats.registrations == 2 && stats.ranges == 0);
+	CHECK(rf_list(&info, 1) == 0);
+	check_fork();
+	check_release(handles[0]);
+	check_release(handles[1]);
+	check_empty();
+}
+
+static void nowait_never_enters_the_kernel(void)
+{
+	char *memory = check_map(4);
+	struct rf_handle handle, marked;
+	unsigned long calls;
+
+	need_trust();
+	check_start(RF_MODE_LAZY);
+	calls = rf_sys_calls();
+	CHECK(rf_register(memory, check_page, RF_NOWAIT, RF_OMIT, &handle, &error) == -EAGAIN);
+	handle = check_register(memory, check_page, RF_NOWAIT | RF_HELD);
+	CHECK(rf_release(handle, RF_NOWAIT) == 0);
+	CHECK(rf_sys_calls() == calls);
+	marked = check_register(memory, check_page, RF_HELD);
+	check_fork();
+	CHECK(rf_release(marked, RF_NOWAIT) == -EAGAIN);
+	CHECK(rf_handle_state(marked) == 1 && check_marked(memory, 4) == 1);
+	check_release(marked);
+	CHECK(rf_register(NULL, 0, RF_NOWAIT, RF_OMIT, &handle, &error) == 1);
+	CHECK(rf_release(handle, RF_NOWAIT) == 0);
+	check_empty();
+}
+
+/* ---- Laziness ---- */
+
+static void lazy_costs_no_system_call(void)
+{
+	char *memory = check_map(64);
+	struct rf_handle handles[100];
+	unsigned long calls;
+	size_t i, round;
+
+	need_trust();
+	check_start(RF_MODE_LAZY);
+	calls = rf_sys_calls();
+	for (round = 0; round < 100; round++) {
+		for (i = 0; i < 100; i++)
+			handles[i] = check_register(memory + i * 777, 5000 + i * 13, RF_HELD);
+		for (i = 0; i < 100; i++)
+			check_release(handles[i * 37 % 100]);
+	}
+	CHECK(rf_sys_calls() == calls);
+	CHECK(check_marked(memory, 64) == 0);
+	check_empty();
+}
+
+static void a_fork_marks_and_a_release_unmarks(void)
+{
+	char *memory = check_map(16);
+	struct rf_handle first, second;
+	struct rf_stats stats;
+
+	need_trust();
+	check_start(RF_MODE_LAZY);
+	first = check_register(memory + 2 * check_page - 8, 4 * check_page, RF_HELD);
+	second = check_register(memory + 4 * check_page, 6 * check_page, RF_HELD);
+	CHECK(check_marked(memory, 16) == 0);
+	CHECK(rf_stats(&stats) == 0 && stats.pending == 2 && stats.registrations == 2);
+	CHECK(!check_child_reads(memory + 2 * check_page));
+	CHECK(check_marked(memory, 16) == 8);
+	CHECK(rf_stats(&stats) == 0 && stats.pending == 0 && stats.forks == 1);
+	CHECK(stats.marked_bytes == 8 * check_page && stats.marked_ranges == 1);
+	check_release(first);
+	CHECK(check_marked(memory, 16) == 6);
+	CHECK(check_child_reads(memory + 3 * check_page));
+	check_release(second);
+	CHECK(check_marked(memory, 16) == 0);
+	check_empty();
+}
+
+static void unheld_memory_is_marked_at_once_in_lazy_mode(void)
+{
+	char *memory = check_map(4);
+	struct rf_handle handle, held;
+
+	need_trust();
+	check_start(RF_MODE_LAZY);
+	handle = check_register(memory, 2 * check_page, 0);
+	CHECK(check_marked(memory, 4) == 2);
+	held = check_register(memory + check_page, 2 * check_page, RF_HELD);
+	check_release(handle);
+	CHECK(check_marked(memory, 4) == 0);
+	CHECK(!check_child_reads(memory + check_page) && check_child_reads(memory));
+	check_release(held);
+	check_empty();
+}
+
+/* A fold that has nothing new to do makes no call. */
+static void a_fork_with_nothing_new_is_free(void)
+{
+	char *memory = check_map(16), *shared = check_map_shared(2);
+	unsigned long calls;
+
+	need_trust();
+	check_start(RF_MODE_LAZY);
+	check_register(memory + 5, 3 * check_page, RF_HELD);
+	check_register(memory + 8 * check_page, 3 * check_page, 0);
+	check_register(shared, 2 * check_page, 0);
+	check_fork();
+	check_fork();
+	calls = rf_sys_calls();
+	check_fork();
+	CHECK(rf_sys_calls() == calls, "%lu calls", rf_sys_calls() - calls);
+}
+
+/* Areas split before they were touched would stay in pieces for good. */
+static void untouched_areas_merge_again(void)
+{
+	size_t pages = 512;
+	char *memory = check_map(pages);
+	struct rf_handle handles[64];
+	size_t before, i;
+
+	need_trust();
+	check_start(RF_MODE_LAZY);
+	before = check_vmas();
+	for (i = 0; i < 64; i++)
+		handles[i] = check_register(memory + i * 8 * check_page + 2 * check_page,
+					    3 * check_page, RF_HELD);
+	check_fork();
+	CHECK(check_vmas() >= before + 127);
+	for (i = 0; i < pages; i++)
+		memory[i * check_page] = 1;
+	for (i = 0; i < 64; i++)
+		check_release(handles[i * 5 % 64]);
+	CHECK(check_vmas() <= before, "%zu VMAs, before %zu", check_vmas(), before);
+	check_empty();
+}
+
+/* The same address again: what was learnt of the area there before is worth nothing. */
+static void untouched_areas_merge_again_the_second_time(void)
+{
+	char *memory = check_map(64), *again;
+	size_t round, before, i;
+	struct rf_handle handle;
+
+	need_trust();
+	check_start(RF_MODE_LAZY);
+	for (round = 0; round < 3; round++) {
+		before = check_vmas();
+		handle = check_register(memory + 8 * check_page, 8 * check_page, RF_HELD);
+		check_fork();
+		for (i = 0; i < 64; i++)
+			memory[i * check_page] = 1;
+		check_release(handle);
+		CHECK(check_vmas() <= before, "round %zu", round);
+		again = mmap(memory, 64 * check_page, PROT_READ | PROT_WRITE,
+			     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+		CHECK(again == memory);
+	}
+	check_empty();
+}
+
+/* ---- The list ---- */
+
+static void the_list_says_what_smaps_says(void)
+{
+	char *memory = check_map(16), *shared = check_map_shared(2);
+	struct rf_range_info info[16];
+	struct rf_handle handles[4];
+	ssize_t count, i;
+
+	need_trust();
+	check_start(RF_MODE_LAZY);
+	handles[0] = check_register(memory, 4 * check_page, RF_HELD);
+	handles[1] = check_register(memory + 2 * check_page, 4 * check_page, 0);
+	handles[2] = check_register(memory + 8 * check_page + 1, 64, RF_HELD);
+	handles[3] = check_register(shared, 2 * check_page, 0);
+	count = rf_list(info, 16);
+	CHECK(count == 5, "%zd", count);
+	CHECK(rf_list(info, 0) == 5 && rf_list(NULL, 0) == 5);
+	CHECK(rf_list(info, 16) == 5);
+	for (i = 0; i < count; i++) {
+		bool marked = check_flags((void *)info[i].start) & CHECK_DC;
+
+		CHECK(info[i].policy == RF_OMIT && info[i].start < info[i].end);
+		CHECK(!i || info[i - 1].end <= info[i].start);
+		CHECK(marked == (info[i].protection == RF_BY_ADVICE), "%zd: %d", i,
+		      info[i].protection);
+		if (info[i].start == (uintptr_t)shared)
+			CHECK(info[i].protection == RF_BY_SHARING && info[i].registrations == 1);
+		if (info[i].start == (uintptr_t)memory)
+			CHECK(info[i].protection == RF_BY_HANDLER && info[i].registrations == 1);
+		if (info[i].start == (uintptr_t)memory + 2 * check_page)
+			CHECK(info[i].registrations == 2 && marked);
+	}
+	check_fork();
+	count = rf_list(info, 16);
+	CHECK(count == 5, "%zd", count);
+	for (i = 0; i < count; i++) {
+		bool marked = check_flags((void *)info[i].start) & CHECK_DC;
+
+		CHECK(marked == (info[i].protection == RF_BY_ADVICE));
+		if (info[i].start == (uintptr_t)memory + 8 * check_page)
+			CHECK(info[i].protection == RF_BY_KERNEL);
+		CHECK(info[i].protection != RF_BY_HANDLER);
+	}
+	for (i = 0; i < 4; i++)
+		check_release(handles[i]);
+	check_empty();
+}
+
+static void before_the_start_nothing_is_claimed(void)
+{
+	char *memory = check_map(2);
+	struct rf_range_info info;
+	struct rf_handle handle;
+
+	CHECK(rf_register(memory, check_page, RF_HELD, RF_OMIT, &handle, &error) == 0);
+	CHECK(rf_list(&info, 1) == 1 && info.protection == RF_BY_NOTHING);
+	CHECK(info.start == (uintptr_t)memory && info.end == info.start + check_page);
+	CHECK(rf_handle_state(handle) == 0);
+	check_release(handle);
+	check_empty();
+}
+
+/* ---- Random lives ---- */
+
+#define AREA 48
+#define LIVE 24
+
+struct life {
+	struct rf_handle handle;
+	size_t start, end;
+	bool held, doubtful;
+};
+
+static char *area;
+static struct life lives[LIVE];
+static size_t life_count;
+/* Page by page: what is mapped, and whether registered since it was. */
+static bool mapped[AREA], shared_page[AREA];
+
+static bool is_held(size_t start, size_t end)
+{
+	size_t i;
+
+	for (i = 0; i < life_count; i++)
+		if (lives[i].held && lives[i].start < end && start < lives[i].end)
+			return true;
+	return false;
+}
+
+/* Somebody registered it who has seen what is mapped there now. */
+static bool is_wanted(size_t page)
+{
+	size_t i;
+
+	for (i = 0; i < life_count; i++)
+		if (lives[i].start <= page && page < lives[i].end && !lives[i].doubtful)
+			return !shared_page[page];
+	return false;
+}
+
+static bool is_touched(size_t page)
+{
+	size_t i;
+
+	for (i = 0; i < life_count; i++)
+		if (lives[i].start <= page && page < lives[i].end)
+			return true;
+	return false;
+}
+
+static size_t end_after(size_t start, size_t most)
+{
+	return start + 1 + check_below(AREA - start > most ? most : AREA - start);
+}
+
+static void change_mapping(void)
+{
+	size_t start = check_below(AREA), end = end_after(start, 8);
+	char *at = area + start * check_page;
+	size_t nbytes = (end - start) * check_page, i;
+	size_t how = check_below(3);
+
+	if (is_held(start, end))
+		return;
+	if (how == 0) {
+		CHECK(!munmap(at, nbytes));
+	} else {
+		CHECK(mmap(at, nbytes, PROT_READ | PROT_WRITE,
+			   (how == 1 ? MAP_PRIVATE : MAP_SHARED) | MAP_ANONYMOUS | MAP_FIXED, -1,
+			   0) == at);
+	}
+	for (i = start; i < end; i++) {
+		mapped[i] = how != 0;
+		shared_page[i] = how == 2;
+	}
+	for (i = 0; i < life_count; i++)
+		if (lives[i].start < end && start < lives[i].end)
+			lives[i].doubtful = true;
+}
+
+static void begin_life(void)
+{
+	struct life *life = &lives[life_count];
+	size_t i;
+	int rc;
+
+	life->start = check_below(AREA);
+	life->end = end_after(life->start, 12);
+	life->held = check_below(2);
+	life->doubtful = false;
+	for (i = life->start; i < life->end && mapped[i]; i++)
+		;
+	if (i < life->end)
+		life->held = false;
+	rc = rf_register(area + life->start * check_page, (life->end - life->start) * check_page,
+			 life->held ? RF_HELD : 0, RF_OMIT, &life->handle, &error);
+	if (i < life->end) {
+		CHECK(rc == -ENOMEM && error.cause == RF_CAUSE_HOLE, "a hole: %d", rc);
+		CHECK(error.start == (uintptr_t)area + i * check_page);
+		return;
+	}
+	CHECK(rc == 1, "%d, cause %d", rc, error.cause);
+	life_count++;
+}
+
+static void end_life(void)
+{
+	size_t which = check_below(life_count);
+
+	check_release(lives[which].handle);
+	lives[which] = lives[--life_count];
+}
+
+static void compare(bool after_fork)
+{
+	size_t page;
+
+	check_sound();
+	check_read_smaps();
+	for (page = 0; page < AREA; page++) {
+		unsigned int flags = check_flags_read(area + page * check_page);
+		bool marked = flags & CHECK_DC;
+
+		CHECK(!!(flags & CHECK_MAPPED) == mapped[page]);
+		if (!mapped[page])
+			continue;
+		if (!is_touched(page))
+			CHECK(!marked, "page %zu is marked, and nobody's", page);
+		if (is_wanted(page) && (after_fork || rf_mode() == RF_MODE_EAGER))
+			CHECK(marked, "page %zu is registered, and not marked", page);
+		if (after_fork && shared_page[page])
+			CHECK(!marked, "page %zu is shared, and marked", page);
+	}
+}
+
+static void random_lives(enum rf_mode mode)
+{
+	unsigned long op, ops = check_scale(6000);
+
+	area = check_map(AREA);
+	memset(mapped, 1, sizeof(mapped));
+	check_start(mode);
+	for (op = 0; op < ops; op++) {
+		size_t choice = check_below(10);
+		bool forked = false;
+
+		if (life_count == LIVE || (choice < 3 && life_count)) {
+			end_life();
+		} else if (choice < 6) {
+			begin_life();
+		} else if (choice < 8) {
+			change_mapping();
+		} else if (choice == 8) {
+			check_fork();
+			forked = true;
+		} else {
+			CHECK(rf_list(NULL, 0) >= 0);
+		}
+		compare(forked);
+	}
+	while (life_count)
+		end_life();
+	check_fork();
+	compare(true);
+	check_empty();
+}
+
+static void random_lives_are_protected_eagerly(void)
+{
+	random_lives(RF_MODE_EAGER);
+}
+
+static void random_lives_are_protected_lazily(void)
+{
+	need_trust();
+	random_lives(RF_MODE_LAZY);
+}
+
+static void memory_moved_away_is_left_alone(void)
+{
+	char *memory = check_map(4), *elsewhere = check_map(4);
+	struct rf_handle handle, again;
+
+	check_start(RF_MODE_EAGER);
+	handle = check_register(memory, 4 * check_page, 0);
+	CHECK(mremap(memory, 4 * check_page, 4 * check_page, MREMAP_MAYMOVE | MREMAP_FIXED,
+		     elsewhere) == elsewhere);
+	/* The mark went with it; who registers there owns it from now on. */
+	again = check_register(elsewhere, 4 * check_page, 0);
+	check_release(handle);
+	CHECK(check_marked(elsewhere, 4) == 4);
+	check_release(again);
+	CHECK(check_marked(elsewhere, 4) == 0);
+	check_empty();
+}
+
+static void the_parents_memory_is_the_childs_to_register(void)
+{
+	char *memory = check_map(6);
+	struct rf_handle handle;
+	pid_t child;
+
+	need_trust();
+	check_start(RF_MODE_LAZY);
+	handle = check_register(memory + 10, 4 * check_page, RF_HELD);
+	child = fork();
+	if (!child) {
+		/* The gap that the mark left, mapped anew, and the edges that came along. */
+		CHECK(mmap(memory + check_page, 3 * check_page, PROT_READ | PROT_WRITE,
+			   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory + check_page);
+		handle = check_register(memory, 5 * check_page, RF_HELD);
+		CHECK(!check_child_reads(memory) && !check_child_reads(memory + 2 * check_page));
+		check_release(handle);
+		CHECK(check_marked(memory, 6) == 0);
+		check_empty();
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
+	CHECK(check_marked(memory, 6) == 3);
+	check_release(handle);
+	check_empty();
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+		SCENARIO(a_second_start_with_the_same_wishes_does_nothing),
+		SCENARIO(auto_asks_kernel_and_environment),
+		SCENARIO(the_environment_chooses_for_auto_alone),
+		SCENARIO(a_late_start_is_refused),
+		SCENARIO(a_failed_registration_is_none),
+		SCENARIO(variables_of_libibverbs_start_it),
+		SCENARIO(a_child_chooses_its_own_mode),
+		SCENARIO(a_handle_is_released_once),
+		SCENARIO(nothing_can_be_registered),
+		SCENARIO(nowait_never_enters_the_kernel),
+		SCENARIO(lazy_costs_no_system_call),
+		SCENARIO(a_fork_marks_and_a_release_unmarks),
+		SCENARIO(unheld_memory_is_marked_at_once_in_lazy_mode),
+		SCENARIO(a_fork_with_nothing_new_is_free),
+		SCENARIO(untouched_areas_merge_again),
+		SCENARIO(untouched_areas_merge_again_the_second_time),
+		SCENARIO(the_list_says_what_smaps_says),
+		SCENARIO(before_the_start_nothing_is_claimed),
+		SCENARIO(random_lives_are_protected_eagerly),
+		SCENARIO(random_lives_are_protected_lazily),
+		SCENARIO(memory_moved_away_is_left_alone),
+		SCENARIO(the_parents_memory_is_the_childs_to_register),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

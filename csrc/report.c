@@ -60,9 +60,11 @@ static enum rf_protection protection_of(struct rf_engine *engine, const struct r
 	if (here->flags & RF_RANGE_DUE)
 		return RF_BY_HANDLER;
 	if (!advised && engine->advisor.reader.depth &&
-	    rf_vma_find(&engine->advisor.reader, start, &vma) >= 0 && vma.start <= start) {
-		*end = vma.end < *end ? vma.end : *end;
-		if (vma.shared)
+	    rf_vma_find(&engine->advisor.reader, start, &vma) >= 0) {
+		uintptr_t stop = vma.start > start ? vma.start : vma.end;
+
+		*end = stop < *end ? stop : *end;
+		if (vma.start <= start && vma.shared)
 			return RF_BY_SHARING;
 	}
 	return RF_BY_KERNEL;

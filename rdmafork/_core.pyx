@@ -39,6 +39,12 @@ cdef extern from "Python.h":
     # Without Cython's exception check, which here would cost what a registration does.
     int get_buffer "PyObject_GetBuffer"(object exporter, Py_buffer *view, int flags)
 
+cdef extern from *:
+    """
+    static void forget_view(Py_buffer *view) { view->obj = NULL; }
+    """
+    void forget_view(Py_buffer *view)
+
 cdef dict MODES = {"auto": RF_MODE_AUTO, "lazy": RF_MODE_LAZY, "eager": RF_MODE_EAGER}
 cdef dict MODE_NAMES = {RF_MODE_LAZY: "lazy", RF_MODE_EAGER: "eager"}
 cdef tuple POLICY_NAMES = ("omit", "wipe", "keep")
@@ -82,9 +88,7 @@ cdef class Registration:
     def __dealloc__(self):
         if self.open:
             release(self.handle)
-            drop_view(self)
-        elif <PyObject *>self.view.obj != NULL:
-            PyBuffer_Release(&self.view)
+        drop_view(self)
 
     def __reduce__(self):
         raise TypeError("a Registration cannot be pickled: it names memory of this process")
@@ -164,10 +168,13 @@ cdef class Registration:
 
 
 cdef int drop_view(Registration self) except -1:
+    # Forgotten before it is released: the exporter's code may let other threads in.
+    cdef Py_buffer view = self.view
     self.open = False
+    forget_view(&self.view)
     self.owner = None
-    if <PyObject *>self.view.obj != NULL:
-        PyBuffer_Release(&self.view)
+    if <PyObject *>view.obj != NULL:
+        PyBuffer_Release(&view)
     return 0
 
 

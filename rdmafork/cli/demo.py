@@ -1,0 +1,492 @@
+"""rdmafork demo: what fork() does to pinned memory here, without and with rdmafork."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import rdmafork
+from rdmafork import _pins
+from rdmafork.cli import demo_screen, terminal
+from rdmafork.cli.demo_promises import FORK_LIMIT, MODES, promises
+
+HELP = "see what fork() does to pinned memory, without and with rdmafork"
+
+DESCRIPTION = """\
+Shows in one screen, on this machine and without RDMA hardware, what rdmafork does.
+
+It registers private memory and pins it through io_uring, which pins pages as an RDMA
+memory region does. Then it forks, without rdmafork and in both of its modes, and
+measures how long fork() takes, what memory the child costs, what a registration
+costs, and whether a device still reads and writes the parent's pages afterwards.
+"""
+
+EPILOG = """\
+It needs about 2.2 times the size in memory, as the kernel copies it all once, and
+takes less if there is less. As root, and if no huge page is reserved, it reserves a
+few for a moment and gives them back. Exit status: 1 if a promise was broken.
+"""
+
+PAIRS = 1000  # registrations during which system calls are counted
+HUGE_PAGES_SAFE = "libibverbs_huge_pages_safe"
+HUGE_POOL = 8  # pages to reserve where there are none
+NEEDED = 2.2  # memory for the pages, the child's copy of them, and the rest
+POOL = "/proc/sys/vm/nr_hugepages"
+
+Report = dict[str, Any]
+
+
+def _size(text: str) -> int:
+    try:
+        return terminal.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--size",
+        type=_size,
+        help="how much memory to register and pin (1GiB; with --quick 128MiB)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="less memory, fewer rounds: a few seconds"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything seen as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    progress = terminal.Progress()
+    try:
+        report = measure(args.size or (128 << 20 if args.quick else 1 << 30), args.quick, progress)
+    except (OSError, WorkerDied) as error:
+        progress()
+        print(f"rdmafork demo: {_text(error)}", file=sys.stderr)
+        return 2
+    finally:
+        progress()
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print(demo_screen.render(report, terminal.Paint(sys.stdout)))
+    return 0 if report["ok"] else 1
+
+
+# --- Workers: see demo_worker.py -----------------------------------------------------
+
+
+class WorkerDied(Exception):
+    """A worker ended before it answered; code is its exit status, negative for a signal."""
+
+    def __init__(self, code: int, doing: str) -> None:
+        self.code = code
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        if code == -signal.SIGKILL:
+            how += ", out of memory? (see --size)"
+        super().__init__(f"the process died at {doing!r}: {how}")
+
+
+class Worker:
+    """A fresh interpreter that does as it is asked: worker.ask("fork", rounds=3)."""
+
+    # The caller's sys.path, as multiprocessing does: not whatever the directory holds.
+    _CODE = (
+        "import sys; sys.path[:] = sys.argv[1:]; from rdmafork.cli.demo_worker import main; main()"
+    )
+
+    def __init__(self, **environment: str) -> None:
+        # Settings are what is compared: the caller's would mix with the worker's.
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("RDMAV_", "IBV_", "RDMAFORK_"))
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self._CODE, *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=inherited | environment,
+            text=True,
+            # Ctrl-C is for this process, which ends its workers: they may still be starting.
+            start_new_session=True,
+        )
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Raises what the worker met as OSError, and WorkerDied."""
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"do": do} | arguments), file=self._process.stdin, flush=True)
+        reply = self._process.stdout.readline()
+        if not reply:
+            raise WorkerDied(self._process.wait(), do)
+        answer = json.loads(reply)
+        if "error" in answer:
+            raise OSError(*answer["error"])
+        return answer["result"]
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.__exit__(None, None, None)
+
+
+# --- The machine ---------------------------------------------------------------------
+
+
+def _field(path: str, key: str) -> str | None:
+    """The value in a line "key: value" or "key value" of a file of the kernel's."""
+    with contextlib.suppress(OSError), open(path) as lines:
+        for line in lines:
+            name, _, value = line.replace(":", " ", 1).partition(" ")
+            if name == key:
+                return value.strip()
+    return None
+
+
+def _number(path: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        return int(file.read())
+    return None
+
+
+def memory_available() -> int:
+    """Bytes that can be used now: the machine's, or what a control group leaves."""
+    kib = (_field("/proc/meminfo", "MemAvailable") or "0 kB").split()[0]
+    available = int(kib) << 10 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    for group, limit_name, used_name in _control_groups():
+        limit, used = _number(f"{group}/{limit_name}"), _number(f"{group}/{used_name}")
+        if limit is not None and used is not None:
+            cache = int(_field(f"{group}/memory.stat", "inactive_file") or 0)
+            available = min(available, max(limit - used + cache, 0))
+    return available
+
+
+def _control_groups() -> Iterator[tuple[str, str, str]]:
+    """Those whose limits count for this process: (directory, its limit, its usage)."""
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as lines:
+        for line in lines:
+            number, controllers, path = line.rstrip("\n").split(":", 2)
+            if number == "0":
+                root, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                root = "/sys/fs/cgroup/memory"
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            else:
+                continue
+            while path:  # a container may see only the last ones, or all at the root
+                yield root + path, *names
+                path = path.rpartition("/")[0]
+            yield root, *names
+
+
+def machine() -> dict[str, Any]:
+    uname = os.uname()
+    model = None
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        model = next(
+            (x.partition(":")[2].strip() for x in lines if x.startswith("model name")), None
+        )
+    return {
+        "kernel": uname.release,
+        "architecture": uname.machine,
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpu_model": model,
+        "memory_nbytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "memory_available_nbytes": memory_available(),
+        "python": sys.version.split()[0],
+    }
+
+
+def choose_size(asked: int, available: int) -> tuple[int, str | None]:
+    """The size that memory allows, in whole MiB, and why it is not what was asked."""
+    if asked * NEEDED <= available:
+        return asked, None
+    why = f"{terminal.size(available)} of memory is available, {NEEDED} times the size is needed"
+    return max(int(available / NEEDED) >> 20, 1) << 20, why
+
+
+# --- Measuring -----------------------------------------------------------------------
+
+
+def measure(asked: int, quick: bool, progress: terminal.Progress) -> Report:
+    start = time.monotonic()
+    progress("looking at this machine ...")
+    facts = machine()
+    size, why = choose_size(asked, facts["memory_available_nbytes"])
+    report: Report = {
+        "rdmafork": rdmafork.__version__,
+        "machine": facts,
+        "kernel": rdmafork.kernel_info()._asdict(),
+        "size": {"asked": asked, "used": size, "why": why},
+        "pins_forbidden": _pins.available(),
+    }
+    with Worker() as worker:
+        report["default_mode"] = worker.ask("init", mode="auto")
+    progress("timing registrations ...")
+    report["register_close"] = clocks = _time_registrations(8 if quick else 20)
+    report["fork"] = fork = {}
+    floor_ns: list[int] = []
+    with Worker() as floor:
+        for mode in MODES:
+            if "unavailable" in clocks[mode]:
+                fork[mode] = clocks[mode]
+                continue
+            with Worker() as worker:
+                worker.ask("init", mode=mode)
+                fork[mode] = _measure_mode(
+                    report, mode, worker, floor, 100 if quick else 200, progress
+                )
+                floor_ns += fork[mode].pop("floor_ns")
+                if mode == report["default_mode"]:
+                    progress("forking without rdmafork, which can take seconds ...")
+                    fork["plain"] = _plain_forks(worker, report["pins_forbidden"] is None)
+        fork["floor"] = _summary(floor_ns) | {
+            "child_nbytes": floor.ask("child_memory", registered=False)
+        }
+    progress("forking with the huge pages used up ...")
+    report["huge_pages"] = _measure_huge(report)
+    report["promises"] = [promise._asdict() for promise in promises(report)]
+    report["ok"] = all(promise["verdict"] != "failed" for promise in report["promises"])
+    report["seconds"] = round(time.monotonic() - start, 1)
+    return report
+
+
+def _summary(seen: list[int]) -> dict[str, Any]:
+    return {"ns": statistics.median(seen), "ns_min": min(seen), "forks": len(seen)}
+
+
+def _time_registrations(rounds: int) -> dict[str, dict[str, Any]]:
+    """The clocks of each mode and of libibverbs, by turns, each with the pair of its process."""
+    result: dict[str, dict[str, Any]] = {}
+    seen: dict[str, list[dict[str, float]]] = {}
+    with contextlib.ExitStack() as stack:
+        workers = {name: stack.enter_context(Worker()) for name in (*MODES, "libibverbs")}
+        workers[HUGE_PAGES_SAFE] = stack.enter_context(Worker(RDMAV_HUGEPAGES_SAFE="1"))
+        for name, worker in workers.items():
+            try:
+                if name in MODES:
+                    result[name] = {"mode": worker.ask("init", mode=name)}
+                else:
+                    result[name] = worker.ask("libibverbs")
+                seen[name] = []
+            except OSError as error:
+                result[name] = {"unavailable": error.strerror}
+        for _ in range(rounds):
+            for name, turns in seen.items():
+                turns.append(workers[name].ask("clocks"))
+        for name, turns in seen.items():
+            ns = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+            result[name]["ns"] = ns
+            if name in MODES:
+                result[name]["pairs"] = PAIRS
+                result[name]["system_calls"] = workers[name].ask("system_calls", pairs=PAIRS)
+    return result
+
+
+def _measure_mode(
+    report: Report,
+    mode: str,
+    worker: Worker,
+    floor: Worker,
+    rounds: int,
+    progress: terminal.Progress,
+) -> dict[str, Any]:
+    progress(f"{mode}: mapping, touching and pinning {terminal.size(report['size']['used'])} ...")
+    _hold(report, worker)
+    pin = report["pins_forbidden"] is None
+    progress(f"{mode}: forking ...")
+    base: list[int] = floor.ask("fork", registered=False)
+    try:
+        own = _interleaved_forks(floor, worker, rounds, base)
+        return _summary(own) | {
+            "floor_ns": base,
+            "against_floor": statistics.median(own) / statistics.median(base),
+            "child_nbytes": worker.ask("child_memory", registered=True),
+            "protected_by": worker.ask("protection"),
+            "exchange": worker.ask("exchange", registered=True) if pin else None,
+            "edges": worker.ask("edges"),
+        }
+    except (OSError, WorkerDied) as error:
+        return {"floor_ns": base, "error": _text(error)}
+
+
+def _hold(report: Report, worker: Worker) -> None:
+    """Take the memory, and less, noted in the report, if RLIMIT_MEMLOCK wants it so."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    while report["pins_forbidden"] is None:
+        size = report["size"]["used"]
+        try:
+            worker.ask("hold", nbytes=size, pin=True)
+            return
+        except OSError as error:
+            if error.errno != errno.ENOMEM or limit == resource.RLIM_INFINITY:
+                raise
+        # CAP_IPC_LOCK lifts it, but not in a user namespace: only trying tells.
+        size = min(size // 2, limit * 7 // 8) >> 20 << 20
+        if size:
+            report["size"]["used"] = size
+            report["size"]["why"] = "RLIMIT_MEMLOCK (ulimit -l) lets no more be pinned"
+        else:
+            report["pins_forbidden"] = "RLIMIT_MEMLOCK (ulimit -l) is too low to pin 1 MiB"
+    worker.ask("hold", nbytes=report["size"]["used"], pin=False)
+
+
+def _interleaved_forks(floor: Worker, worker: Worker, rounds: int, base: list[int]) -> list[int]:
+    """Forks without the pages (added to base) and with them registered, by turns.
+
+    Both on one CPU, so that what else runs on a busy machine slows both alike; and a ratio
+    in doubt is looked at for longer.
+    """
+    cpu = max(os.sched_getaffinity(0))
+    for one in (floor, worker):
+        one.ask("stay_on", cpu=cpu)
+    own: list[int] = []
+    for attempt in range(6):
+        for _ in range(rounds):
+            base += floor.ask("fork", registered=False)
+            own += worker.ask("fork", registered=True)
+        in_doubt = FORK_LIMIT * (0.85 if attempt == 0 else 0.97)
+        if statistics.median(own) < statistics.median(base) * in_doubt:
+            break
+        time.sleep(0.1)
+    return own
+
+
+def _plain_forks(worker: Worker, pin: bool) -> dict[str, Any]:
+    """As many as 4 seconds allow. On a machine short of memory the first may be the last."""
+    seen: list[int] = []
+    until = time.monotonic() + 4
+    try:
+        while not seen or (len(seen) < 5 and time.monotonic() + seen[-1] / 1e9 < until):
+            seen += worker.ask("fork", registered=False)
+        return _summary(seen) | {
+            "child_nbytes": worker.ask("child_memory", registered=False),
+            "exchange": worker.ask("exchange", registered=False) if pin else None,
+        }
+    except (OSError, WorkerDied) as error:
+        return {"error": _text(error)}
+
+
+def _text(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+# --- Huge pages ----------------------------------------------------------------------
+
+
+def _raise_exit(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def reserved_huge_pages(pages: int) -> Iterator[None]:
+    """A few huge pages where there were none, given back however this ends.
+
+    The pool is the whole machine's: programs that lock its file take turns. Raises
+    OSError where that is not permitted, BlockingIOError when another keeps the lock.
+    """
+    handlers = {
+        number: signal.signal(number, _raise_exit)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        with open(POOL, "r+") as pool:
+            _lock(pool.fileno(), patience=3)
+            os.pwrite(pool.fileno(), b"%d" % pages, 0)
+            try:
+                yield
+            finally:
+                if (_number(POOL) or 0) <= pages:  # else somebody has set it meanwhile
+                    os.pwrite(pool.fileno(), b"0", 0)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _lock(fd: int, patience: float) -> None:
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.05)
+
+
+def _measure_huge(report: Report) -> dict[str, Any]:
+    kib = (_field("/proc/meminfo", "Hugepagesize") or "0").split()[0]
+    pool = f"/sys/kernel/mm/hugepages/hugepages-{kib}kB"
+    page, total = int(kib) << 10, _number(f"{pool}/nr_hugepages")
+    result: dict[str, Any] = {"page_size": page, "reserved_here": False}
+    if not page or total is None:
+        return result | {"skipped": "this kernel has no huge pages to reserve"}
+    try:
+        with contextlib.ExitStack() as stack:
+            if total == 0:
+                if page * HUGE_POOL > report["machine"]["memory_available_nbytes"] // 8:
+                    return result | {"skipped": f"no memory for a few of {terminal.size(page)}"}
+                stack.enter_context(reserved_huge_pages(HUGE_POOL))
+                result["reserved_here"] = True
+            return result | _fork_with_huge(report, page, pool)
+    except BlockingIOError:
+        return result | {"skipped": "another program has locked the pool of huge pages"}
+    except OSError:
+        how = f"as root: echo {HUGE_POOL} > {POOL}"
+        return result | {"skipped": f"none is reserved ({how})"}
+
+
+def _fork_with_huge(report: Report, page: int, pool: str) -> dict[str, Any]:
+    total = _number(f"{pool}/nr_hugepages") or 0
+    free = _number(f"{pool}/free_hugepages") or 0
+    if free < total or _number(f"{pool}/resv_hugepages"):
+        # Using up what others may need next is not a demo's business.
+        return {"skipped": f"some of the {total} there are serve other programs: left alone"}
+    if not free:
+        return {"skipped": "the kernel had none to give"}
+    result: dict[str, Any] = {"pool": total}
+    for mode in MODES:
+        if "ns" not in report["fork"][mode]:
+            continue
+        with Worker() as worker:
+            worker.ask("init", mode=mode)
+            try:
+                result["pages"] = _hold_huge(worker, page, free, report["pins_forbidden"] is None)
+            except OSError as error:
+                return {"skipped": f"{_text(error)} (does another program use the pool?)"}
+            except WorkerDied as error:  # SIGBUS: a control group's limit, met at first touch
+                return {"skipped": str(error)}
+            try:
+                result[mode] = worker.ask("fork_huge", page=page)
+            except (OSError, WorkerDied) as error:
+                result[mode] = {"error": _text(error)}
+    return result
+
+
+def _hold_huge(worker: Worker, page: int, free: int, pin: bool) -> int:
+    """Pin up to 4 huge pages, as many as RLIMIT_MEMLOCK allows; how many they are."""
+    pages = max(1, min(4, free // 2))
+    while True:
+        try:
+            worker.ask("hold_huge", page=page, pages=pages, rest=free - pages, pin=pin)
+            return pages
+        except OSError:
+            if pages == 1:
+                raise
+            pages //= 2

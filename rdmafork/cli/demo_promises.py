@@ -1,0 +1,134 @@
+"""What the demo checks: each promise, what was seen, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rdmafork.cli import terminal
+
+Report = dict[str, Any]
+MODES = ("lazy", "eager")
+FORK_LIMIT = 1.5  # the promise: fork() against the same without those pages
+
+
+class Promise(NamedTuple):
+    name: str
+    verdict: str  # "ok", "failed" or "not checked"
+    text: str
+    seen: str
+
+
+def promises(report: Report) -> list[Promise]:
+    """Each promise, what was seen in every mode this kernel has, and the verdict."""
+    fork, huge, clocks = report["fork"], report["huge_pages"], report["register_close"]
+    floor = fork["floor"]["child_nbytes"]
+    allowed = max(1 << 20, report["size"]["used"] // 100)
+    # What a mode that failed at fork() would have shown is not known.
+    modes = {mode: fork[mode] for mode in MODES if "ns" in fork[mode]}
+    found = [
+        _judge(
+            "fork",
+            f"fork() within {FORK_LIMIT}x of the floor",
+            {mode: _forked(fork[mode]) for mode in MODES},
+        ),
+        _judge(
+            "memory",
+            "no copy is made for the child",
+            {mode: _uncopied(seen["child_nbytes"], floor, allowed) for mode, seen in modes.items()}
+            if report["pins_forbidden"] is None
+            else {},
+        ),
+        _judge(
+            "to_parent",
+            "the device still writes the parent's pages",
+            {
+                mode: _exchanged(seen["exchange"], "device_to_parent")
+                for mode, seen in modes.items()
+            },
+        ),
+        _judge(
+            "to_device",
+            "the device still reads the parent's pages",
+            {
+                mode: _exchanged(seen["exchange"], "parent_to_device")
+                for mode, seen in modes.items()
+            },
+        ),
+        _judge(
+            "marked",
+            "pages are marked, none left to the kernel",
+            {
+                mode: (seen["protected_by"] == ["advice"], "+".join(seen["protected_by"]))
+                for mode, seen in modes.items()
+            },
+        ),
+        _judge(
+            "edges",
+            "the child keeps what was not registered",
+            {mode: (seen["edges"] == "kept", seen["edges"]) for mode, seen in modes.items()},
+        ),
+        _judge(
+            "huge",
+            "fork() works with the huge pages used up",
+            {mode: _forked_huge(huge.get(mode)) for mode in MODES},
+        ),
+    ]
+    if "ns" in clocks["lazy"]:
+        calls = clocks["lazy"]["system_calls"]
+        seen = {"lazy": (calls == 0, f"{calls} in {clocks['lazy']['pairs']}")}
+        found.insert(2, _judge("calls", "registering makes no system call", seen))
+    return found
+
+
+Seen = tuple[bool, str] | None  # was the promise kept, and what was seen; None if nothing was
+
+
+def _judge(name: str, text: str, seen: Mapping[str, Seen]) -> Promise:
+    known = {mode: value for mode, value in seen.items() if value is not None}
+    kept = all(kept for kept, _ in known.values())
+    verdict = "not checked" if not known else "ok" if kept else "failed"
+    words = ", ".join(f"{mode} {value}" for mode, (_, value) in known.items())
+    return Promise(name, verdict, text, words)
+
+
+def _forked(seen: dict[str, Any]) -> Seen:
+    if "unavailable" in seen:
+        return None
+    if "error" in seen:
+        return False, seen["error"]
+    return seen["against_floor"] <= FORK_LIMIT, f"{seen['against_floor']:.2f}x"
+
+
+def _uncopied(own: int | None, floor: int | None, allowed: int) -> Seen:
+    if own is None or floor is None:
+        return None
+    return own - floor <= allowed, terminal.size(own)
+
+
+def _exchanged(seen: dict[str, int] | None, key: str) -> Seen:
+    if seen is None:
+        return None
+    return seen[key] == seen["pages"], f"{seen[key]}/{seen['pages']}"
+
+
+def lost_pages(exchange: dict[str, int] | None) -> int:
+    """How many pages the device and the parent no longer share."""
+    if exchange is None:
+        return 0
+    return exchange["pages"] - min(exchange["device_to_parent"], exchange["parent_to_device"])
+
+
+def _forked_huge(seen: dict[str, Any] | None) -> Seen:
+    if seen is None:
+        return None
+    if "error" in seen:
+        return False, seen["error"]
+    outcome = seen["registered"]
+    if "ns" not in outcome:
+        return False, outcome["text"]
+    if "exchange" not in outcome:  # not pinned: it would have worked anyway
+        return None
+    if lost := lost_pages(outcome["exchange"]):
+        return False, f"{lost} pages lost"
+    return True, terminal.milliseconds(outcome["ns"])

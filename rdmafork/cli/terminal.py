@@ -1,0 +1,74 @@
+"""Words for a terminal: units, colours only where they are wanted, progress."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import TextIO
+
+_COLOURS = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Only a terminal, and only if its user did not say otherwise (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class Paint:
+    """paint("text", "red"): the text, coloured if the stream wants it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._on = wants_colour(stream)
+
+    def __call__(self, text: str, colour: str) -> str:
+        return f"\033[{_COLOURS[colour]}m{text}\033[0m" if self._on else text
+
+
+class Progress:
+    """One line on stderr that says what is under way; nothing where nobody watches."""
+
+    def __init__(self) -> None:
+        self._on = sys.stderr.isatty()
+
+    def __call__(self, text: str = "") -> None:
+        if self._on:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(nbytes: float) -> str:
+    """1073741824 -> "1 GiB", 37000 -> "36.1 KiB"."""
+    power = 0
+    while nbytes >= 1000 and power < len(UNITS) - 1:
+        nbytes /= 1024
+        power += 1
+    return f"{nbytes:.1f}".removesuffix(".0") + f" {UNITS[power]}"
+
+
+def parse_size(text: str) -> int:
+    """ "1GiB", "512 MiB", "64K", "1048576" -> bytes. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    nbytes = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if not nbytes:
+        raise ValueError(f"{text!r} is not a size such as 512MiB or 1GiB")
+    return nbytes
+
+
+def milliseconds(ns: float) -> str:
+    ms = ns / 1e6
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.2f} ms"
+
+
+def nanoseconds(ns: float) -> str:
+    return f"{ns:,.0f} ns" if ns >= 10 else f"{ns:.1f} ns"
+
+
+def ratio(value: float, base: float) -> str:
+    """How many times the base: "1.04x", "1,962x", "1/253"."""
+    times = value / base
+    if times < 0.1:
+        return f"1/{1 / times:,.0f}"
+    return f"{times:,.0f}x" if times >= 10 else f"{times:.2f}x"

@@ -27,7 +27,7 @@ void rf_advisor_clear(struct rf_advisor *advisor)
 	advisor->dirty = false;
 	advisor->madvise_calls = 0;
 	advisor->reader.questions = 0;
-	/* A round that another thread had under way at the fork: its descriptor speaks of the parent. */
+	/* Another thread may have had a round under way: its descriptor speaks of the parent. */
 	advisor->reader.depth = 0;
 	advisor->reader.fd = -1;
 }

@@ -146,8 +146,10 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 	uint32_t index;
 	int rc;
 
-	if (rf_unlikely(rf_registry_reserve(&engine->registry) < 0 ||
-			rf_ranges_reserve(&engine->advisor.ranges, engine->registry.live + 1) < 0)) {
+	rc = rf_registry_reserve(&engine->registry);
+	if (rf_likely(rc >= 0))
+		rc = rf_ranges_reserve(&engine->advisor.ranges, engine->registry.live + 1);
+	if (rf_unlikely(rc < 0)) {
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}

@@ -30,11 +30,11 @@ static void prepare(void)
 
 static void parent(void)
 {
-	int window = __atomic_load_n(&rf_engine.window, __ATOMIC_SEQ_CST);
+	int *window = &rf_engine.window, seen = __atomic_load_n(window, __ATOMIC_SEQ_CST);
 
 	/* A child that was made in the window goes on from here, with a window of its own. */
-	while (window > 0 && !__atomic_compare_exchange_n(&rf_engine.window, &window, window - 1,
-							  false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+	while (seen > 0 && !__atomic_compare_exchange_n(window, &seen, seen - 1, false,
+							__ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
 		;
 }
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* What is registered and protected how: for people, so it may take its time. */
 #include "engine.h"
+#include "kernel.h"
 
 #include <errno.h>
 #include <string.h>
@@ -11,7 +12,7 @@
  */
 static int touched_pages(const struct rf_engine *engine, struct rf_ranges *touched)
 {
-	const uintptr_t mask = engine->advisor.kernel ? engine->advisor.kernel->page_size - 1 : 4095;
+	const uintptr_t mask = rf_kernel()->page_size - 1;
 	const struct rf_registry *registry = &engine->registry;
 	uintptr_t start, end, marked_start, marked_end;
 	const struct rf_slot *slot;

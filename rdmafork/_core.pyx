@@ -487,8 +487,9 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
         text = "this kernel has no madvise(MADV_DONTFORK)"
     elif cause == RF_CAUSE_OTHER_ENGINE:
         text = (
-            f"another copy of rdmafork runs in this process, {error.text.decode('utf-8', 'replace')}"
-            f"; two would undo each other's advice: load one only")
+            f"another copy of rdmafork runs in this process, "
+            f"{error.text.decode('utf-8', 'replace')}; two would undo each other's advice: "
+            f"load one only")
     elif rc == -EDEADLK:
         text = "called by a signal handler that interrupted rdmafork itself"
     else:

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 
 #define BATCH 64
+#define REFUSALS 64
 
 /* Where VMAs are short the longest runs get them: they cost the kernel most to copy. */
 static const size_t page_steps[] = { 4096, 256, 16, 1 };
@@ -14,6 +15,7 @@ static const size_t page_steps[] = { 4096, 256, 16, 1 };
 struct batch {
 	struct iovec runs[BATCH];
 	unsigned int count;
+	unsigned int refused;
 	bool full;		/* the kernel grants no more VMAs */
 };
 
@@ -113,7 +115,8 @@ static void mark_run(struct rf_advisor *advisor, struct batch *batch, const stru
 		note_marked(advisor, run);
 		return;
 	}
-	batch->full = rc == -ENOMEM || rc == -EAGAIN;
+	/* ENOMEM: the limit on older kernels, or somebody unmapped what he said he holds. */
+	batch->full = rc == -EAGAIN || ++batch->refused == REFUSALS;
 	/* It may have advised part of it. */
 	rf_ranges_set_mark(&advisor->ranges, start, end, RF_MARK_OMIT);
 	rf_advise_unmark(advisor, start, end);

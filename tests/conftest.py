@@ -1,0 +1,453 @@
+"""What the tests share. One process has one engine, so most tests run in a process of their own.
+
+``@fresh`` makes a test run in a fresh interpreter::
+
+    @fresh(env={"RDMAFORK_MODE": "eager"})
+    def test_it():
+        rdmafork.fork_init()
+        ...
+
+``run(function, *args)`` does the same from inside a test, and returns what the function
+returns; ``child(function, *args)`` forks, which is what everything here is about.
+"""
+
+import ast
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import functools
+import importlib.util
+import inspect
+import mmap
+import os
+import pickle
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PAGE = mmap.PAGESIZE
+HUGE = 2 << 20
+HERE = Path(__file__).resolve().parent
+TIMEOUT = 240  # seconds, of one fresh interpreter
+
+# What would decide for the tests how the engine behaves.
+FOREIGN = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "LD_PRELOAD")
+
+
+# ---- a fresh interpreter ----------------------------------------------------------------
+
+
+class Died(AssertionError):
+    """The fresh interpreter was killed, or left by os._exit(): .returncode as subprocess has it."""
+
+    def __init__(self, message, returncode):
+        super().__init__(message)
+        self.returncode = returncode
+
+
+class RemoteTraceback(Exception):
+    def __str__(self):
+        return f"in the fresh interpreter\n\n{self.args[0]}"
+
+
+def environment(env):
+    """This process's environment without what steers the engine, and with env; None removes."""
+    result = {k: v for k, v in os.environ.items() if not k.startswith("RDMAFORK_")}
+    for name in FOREIGN:
+        result.pop(name, None)
+    for name, value in (env or {}).items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = value
+    return result
+
+
+def run(what, *args, env=None, preload=None, prefix=(), timeout=TIMEOUT):
+    """Run what in a fresh interpreter and return its result, or raise what it raised.
+
+    what: a function at the top of a test module, called with args (pickled); or source
+    code, for which args is ``args`` and the value of the last expression the result.
+    env: variables to set, or with None to remove. preload: a path or paths for LD_PRELOAD.
+    prefix: a command that runs the interpreter, ["unshare", "-pf"] for example.
+    """
+    __tracebackhide__ = True
+    env = dict(env or {})
+    if preload is not None:
+        paths = [preload] if isinstance(preload, str | os.PathLike) else preload
+        env["LD_PRELOAD"] = ":".join(map(str, paths))
+    if callable(what):
+        what = inspect.unwrap(what)
+        job = (str(Path(inspect.getfile(what)).resolve()), what.__qualname__)
+    else:
+        job = (None, what)
+    with tempfile.TemporaryFile() as jobs, tempfile.TemporaryFile() as answers:
+        pickle.dump((job, args), jobs)
+        jobs.seek(0)
+        fds = (jobs.fileno(), answers.fileno())
+        process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", BOOT, str(HERE), *map(str, fds)],
+            env=environment(env),
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # faulthandler shows where it hangs
+            output, _ = process.communicate()
+            raise Died(f"no answer after {timeout} s; output:\n{output}", None) from None
+        if output:
+            print(output, end="")
+        answers.seek(0)
+        answer = answers.read()
+    if not answer:
+        code = process.returncode
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        raise Died(f"the fresh interpreter ended by {how}; output:\n{output}", code)
+    kind, value, text = pickle.loads(answer)
+    if kind == "returned":
+        return value
+    if kind == "skipped":
+        pytest.skip(value)
+    raise value from RemoteTraceback(text)
+
+
+# Assertions are rewritten there too, for their messages.
+BOOT = """
+import sys
+sys.path[0] = sys.argv[1]  # not the working directory
+import conftest
+conftest.serve(int(sys.argv[2]), int(sys.argv[3]))
+"""
+
+
+def load(path):
+    """The test module at path, with pytest's messages in its assertions."""
+    from _pytest.assertion.rewrite import rewrite_asserts
+
+    source = Path(path).read_bytes()
+    tree = ast.parse(source, path)
+    rewrite_asserts(tree, source, path)
+    name = Path(path).stem
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
+    sys.modules[name] = module
+    exec(compile(tree, path, "exec"), module.__dict__)
+    return module
+
+
+def serve(jobs, answers):
+    faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    with open(jobs, "rb") as file:
+        (path, name), args = pickle.load(file)
+    serving = os.getpid()
+    try:
+        if path is None:
+            value = execute(name, args)
+        else:
+            function = functools.reduce(getattr, name.split("."), load(path))
+            value = inspect.unwrap(function)(*args)
+        answer = ("returned", value, None)
+        packed = pickle.dumps(answer)
+    except pytest.skip.Exception as skip:
+        packed = pickle.dumps(("skipped", skip.msg, None))
+    except BaseException as error:
+        packed = pickle.dumps(("raised", portable(error), traceback.format_exc()))
+    if os.getpid() == serving:
+        with open(answers, "wb") as file:
+            file.write(packed)
+
+
+def execute(source, args):
+    tree = ast.parse(inspect.cleandoc(source))
+    space = {"args": args, "__name__": "fresh"}
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        exec(compile(tree, "fresh", "exec"), space)
+        return None
+    exec(compile(ast.Module(tree.body[:-1], []), "fresh", "exec"), space)
+    return eval(compile(ast.Expression(last.value), "fresh", "eval"), space)
+
+
+def portable(error):
+    """error, or what can be said of it where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return AssertionError(f"{type(error).__name__}: {error}")
+
+
+def fresh(function=None, **options):
+    """Run the decorated test in a fresh interpreter; options are those of run()."""
+    if function is None:
+        return functools.partial(fresh, **options)
+
+    @functools.wraps(function)
+    def test(**kwargs):
+        __tracebackhide__ = True
+        run(function, *[kwargs[name] for name in names], **options)
+
+    # Parameters come from parametrize or from fixtures whose values can be pickled.
+    names = list(inspect.signature(function).parameters)
+    return test
+
+
+@pytest.fixture(name="run")
+def run_fixture():
+    return run
+
+
+# ---- fork -------------------------------------------------------------------------------
+
+
+def child(function, *args, timeout=60):
+    """Fork, run function in the child, and return what it returns.
+
+    What it raises is raised here as an AssertionError; if a signal kills the child, the
+    signal is returned (signal.SIGSEGV, say), if it leaves by os._exit(n), SystemExit(n).
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(reading)
+        faulthandler.disable()
+        try:
+            packed = pickle.dumps((True, function(*args)))
+        except BaseException:
+            packed = pickle.dumps((False, traceback.format_exc()))
+        with open(writing, "wb") as pipe:
+            pipe.write(packed)
+        os._exit(0)
+    os.close(writing)
+    # Where the child hangs, so would the read.
+    watch = signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
+    signal.alarm(timeout)
+    try:
+        with open(reading, "rb") as pipe:
+            packed = pipe.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, watch)
+    if status < 0:
+        return signal.Signals(-status)
+    if not packed:
+        return SystemExit(status)
+    returned, value = pickle.loads(packed)
+    if not returned:
+        raise AssertionError(f"in the child:\n{value}")
+    return value
+
+
+def fork_once():
+    """A fork that is good for nothing but its handlers."""
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+# ---- memory -----------------------------------------------------------------------------
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.mremap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+]  # fmt: skip
+
+MAP_FIXED = 0x10
+MAP_NORESERVE = 0x4000
+MAP_HUGETLB = 0x40000
+MAP_HUGE_2MB = 21 << 26
+MAP_FIXED_NOREPLACE = 0x100000
+MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
+MADV_DONTFORK, MADV_DOFORK = 10, 11
+
+
+def _checked(result):
+    if result in (ctypes.c_void_p(-1).value, -1):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+def map_at(address, nbytes, *, shared=False, huge=False, prot=3, flags=0, fixed=True):
+    """mmap(2), anonymous: the address. address 0 or None: anywhere, else there, replacing."""
+    flags |= (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | mmap.MAP_ANONYMOUS
+    flags |= (MAP_HUGETLB | MAP_HUGE_2MB if huge else 0) | (MAP_FIXED if address and fixed else 0)
+    return _checked(libc.mmap(address or None, nbytes, prot, flags, -1, 0))
+
+
+def unmap(address, nbytes):
+    _checked(libc.munmap(address, nbytes))
+
+
+def remap(address, nbytes, to, to_nbytes=None):
+    """mremap(2) to an address, replacing what is there."""
+    moved = libc.mremap(address, nbytes, to_nbytes or nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, to)
+    return _checked(moved)
+
+
+def madvise(address, nbytes, advice):
+    _checked(libc.madvise(address, nbytes, advice))
+
+
+def read(address, nbytes=1):
+    return ctypes.string_at(address, nbytes)
+
+
+def write(address, data):
+    ctypes.memmove(address, data, len(data))
+
+
+def address_of(buffer):
+    """Where a writable buffer lies; it is not held."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def private_map(nbytes, **options):
+    """(mmap object, address) of private anonymous memory."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | options.pop("flags", 0)
+    memory = mmap.mmap(-1, nbytes, flags=flags, **options)
+    return memory, address_of(memory)
+
+
+def shared_map(nbytes):
+    """(mmap object, address) of shared anonymous memory, Python's default."""
+    memory = mmap.mmap(-1, nbytes)
+    return memory, address_of(memory)
+
+
+def huge_map(npages, shared=False):
+    """(mmap object, address) of 2 MiB pages; see the fixture hugepages."""
+    flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+    flags |= mmap.MAP_ANONYMOUS | MAP_HUGETLB | MAP_HUGE_2MB
+    memory = mmap.mmap(-1, npages * HUGE, flags=flags)
+    return memory, address_of(memory)
+
+
+# ---- what the kernel says ---------------------------------------------------------------
+
+
+class Mapping(NamedTuple):
+    start: int
+    end: int
+    permissions: str
+    page_size: int
+    flags: frozenset  # VmFlags: "dc" is not copied at fork, "wf" is wiped
+
+
+_MAPPING = re.compile(
+    rb"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) .*\n(?:[A-Z].*\n)*?KernelPageSize: +(\d+) kB\n"
+    rb"(?:[A-Z].*\n)*?VmFlags: (.*)\n",
+    re.M,
+)
+
+
+def smaps(pid="self"):
+    """All mappings, by address."""
+    with open(f"/proc/{pid}/smaps", "rb", buffering=0) as file:
+        text = file.readall()
+    return [
+        Mapping(int(s, 16), int(e, 16), p.decode(), int(k) << 10, frozenset(f.decode().split()))
+        for s, e, p, k, f in _MAPPING.findall(text)
+    ]
+
+
+def vm_flags(address):
+    """VmFlags of the page at address, as a set; the empty set where nothing is mapped."""
+    for mapping in smaps():
+        if mapping.start <= address < mapping.end:
+            return set(mapping.flags)
+    return set()
+
+
+def marked(start, nbytes):
+    """The page addresses in [start, start + nbytes) that a child will not get."""
+    maps = [m for m in smaps() if "dc" in m.flags]
+    first = start & -PAGE
+    return [a for a in range(first, start + nbytes, PAGE) if any(m[0] <= a < m[1] for m in maps)]
+
+
+def is_mapped(address):
+    with open("/proc/self/maps") as file:
+        spans = (line.split(" ", 1)[0].split("-") for line in file)
+        return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
+# ---- huge pages -------------------------------------------------------------------------
+
+_POOL = Path("/proc/sys/vm/nr_hugepages")
+
+
+@contextlib.contextmanager
+def huge_page_pool(npages):
+    """A pool with npages free 2 MiB pages more than are in use; as it was afterwards."""
+    if f"Hugepagesize: {HUGE >> 10} kB" not in re.sub(" +", " ", Path("/proc/meminfo").read_text()):
+        pytest.skip("the default huge page size is not 2 MiB")
+    # Tests of other processes want to know too how many pages are free.
+    with open(os.path.join(tempfile.gettempdir(), "rdmafork-test-hugepages.lock"), "a") as lock:
+        patience = time.monotonic() + 120
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > patience:
+                    pytest.skip("another test run has had the huge page pool for two minutes")
+                time.sleep(0.05)
+        before = _POOL.read_text()
+        in_use = int(before) - free_huge_pages()
+        try:
+            _POOL.write_text(str(in_use + npages))
+        except OSError as error:
+            pytest.skip(f"huge pages cannot be reserved: {error}")
+        try:
+            if free_huge_pages() < npages:
+                pytest.skip(f"only {free_huge_pages()} of {npages} huge pages can be reserved")
+            yield npages
+        finally:
+            _POOL.write_text(before)
+
+
+def free_huge_pages():
+    free, reserved = (
+        int(re.search(rf"HugePages_{name}: +(\d+)", Path("/proc/meminfo").read_text()).group(1))
+        for name in ("Free", "Rsvd")
+    )
+    return free - reserved
+
+
+@pytest.fixture
+def hugepages():
+    """hugepages(n) reserves n huge pages of 2 MiB for the test, or skips it."""
+    with contextlib.ExitStack() as stack:
+        yield lambda npages: stack.enter_context(huge_page_pool(npages))
+
+
+@pytest.fixture
+def huge(hugepages):
+    """Eight huge pages of 2 MiB are free, and no more; the value is their number."""
+    return hugepages(8)

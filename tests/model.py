@@ -1,0 +1,174 @@
+"""The naive truth about pages, registrations and children, to hold the engine against.
+
+A page is what the kernel maps at once: 4 KiB, or 2 MiB in hugetlb. The rules:
+
+- A page is *absent* from a child (``dc`` in VmFlags) when a registration covers it.
+- A huge page is covered by any byte registered in it. A base page is covered when one
+  registration fills it, or, with whole edges, by any byte registered in it.
+- Shared memory is always *present*: fork() does not move it.
+- All else is *present*: the child keeps what it owns.
+- Eager, and for memory that nobody holds, this is true as soon as registering returns;
+  lazy, for held memory, from the next fork on, and not earlier. (Before a fork nobody
+  can see whether shared memory bears a mark, nor what is left of huge pages at the ends
+  of held memory: either will do.)
+- Held memory stays as it is. Memory that nobody holds may be unmapped, and something
+  else be mapped there, while it is registered. Such a registration says nothing about
+  the newcomer: it may be marked by way of another, *either* will do. So it is with a page
+  moved while it was registered: the kernel takes the mark along, and tells nobody.
+"""
+
+from typing import NamedTuple
+
+PAGE = 4096
+
+ABSENT, PRESENT, EITHER = "absent", "present", "either"
+
+
+class Page(NamedTuple):
+    nbytes: int
+    shared: bool
+    born: int
+    moved: bool = False  # here by mremap(), registered where it came from
+
+
+class Registration(NamedTuple):
+    start: int
+    end: int
+    held: bool
+    made: int
+    reach: tuple  # first and last address of the pages it touched when it was made
+
+
+class Model:
+    def __init__(self, lazy, whole):
+        self.lazy = lazy
+        self.whole = whole
+        self.pages = {}  # address: Page; where there is none, nothing is mapped
+        self.registrations = {}  # key: Registration
+        self.now = 0
+        self.forked = 0  # when the last fork was
+
+    # ---- what happens --------------------------------------------------------------
+
+    def tick(self):
+        self.now += 1
+        return self.now
+
+    def map(self, start, nbytes, shared, page_nbytes=PAGE):
+        self.unmap(start, nbytes)
+        born = self.tick()
+        for address in range(start, start + nbytes, page_nbytes):
+            self.pages[address] = Page(page_nbytes, shared, born)
+
+    def unmap(self, start, nbytes):
+        for address in self.pages_in(start, start + nbytes):
+            del self.pages[address]
+
+    def move(self, start, to):
+        """One base page to another address."""
+        page = self.pages.pop(start)
+        registered = any(r.start < start + PAGE and start < r.end for r in self.all())
+        # A mark from before it was unmapped and mapped there may still be underway, too.
+        stale = any(self.is_stale_near(r, start, page) for r in self.all())
+        moved = page.moved or registered or stale
+        self.pages[to] = Page(PAGE, page.shared, self.tick(), moved)
+
+    def register(self, key, start, end, held):
+        """False if the registration is to be refused, as something is not mapped."""
+        if not (self.lazy and held) and self.has_hole(start, end):
+            return False
+        touched = self.pages_in(start, end)
+        reach = (
+            min([start & -PAGE, *touched]),
+            max([end + -end % PAGE, *[a + self.pages[a].nbytes for a in touched]]),
+        )
+        self.registrations[key] = Registration(start, end, held, self.tick(), reach)
+        return True
+
+    def release(self, key):
+        del self.registrations[key]
+
+    def fork(self):
+        self.forked = self.tick()
+
+    # ---- what is true ---------------------------------------------------------------
+
+    def all(self):
+        return self.registrations.values()
+
+    def pages_in(self, start, end):
+        """The mapped pages [start, end) touches."""
+        if end - start <= 64 * PAGE:
+            huge = [a for a in self.huge_addresses(start, end) if a in self.pages]
+            base = range(start & -PAGE, end, PAGE)
+            return sorted({*huge, *[a for a in base if a in self.pages]})
+        return sorted(a for a, p in self.pages.items() if a < end and start < a + p.nbytes)
+
+    def huge_addresses(self, start, end):
+        """Where huge pages would begin that [start, end) touches."""
+        huge = 512 * PAGE
+        return [
+            address
+            for address in range(start & -huge, end, huge)
+            if address in self.pages and self.pages[address].nbytes == huge
+        ]
+
+    def is_mapped(self, start, end):
+        at = start
+        for address in self.pages_in(start, end) if start < end else []:
+            if address > at:
+                return False
+            at = address + self.pages[address].nbytes
+        return at >= end
+
+    def has_hole(self, start, end):
+        """Is nothing mapped at one of the base pages to be marked?"""
+        if self.whole:
+            return not self.is_mapped(start & -PAGE, end + -end % PAGE)
+        return not self.is_mapped(start + -start % PAGE, end & -PAGE)
+
+    def is_certain(self):
+        """All registered pages are those that were registered."""
+        return all(self.is_mapped(*r.reach) for r in self.all()) and all(
+            self.touching(address)[1] for address in self.pages
+        )
+
+    def touches(self, registration, address, page):
+        return registration.start < address + page.nbytes and address < registration.end
+
+    def covers(self, registration, address, page):
+        if self.whole or page.nbytes > PAGE:
+            return self.touches(registration, address, page)
+        return registration.start <= address and address + page.nbytes <= registration.end
+
+    def is_stale_near(self, registration, address, page):
+        """It speaks of what was mapped there before."""
+        first, last = registration.reach
+        return registration.made < page.born and first < address + page.nbytes and address < last
+
+    def is_in_force(self, registration):
+        return not (self.lazy and registration.held) or registration.made < self.forked
+
+    def verdict(self, address, forked=True):
+        """Must the page be absent from a child or present, going by the marks on it?
+
+        forked: a fork has just been, and nothing since.
+        """
+        page = self.pages[address]
+        if page.shared:
+            return PRESENT if forked and not page.moved else EITHER
+        fresh = [r for r in self.all() if r.made > page.born and self.covers(r, address, page)]
+        in_force = [r for r in fresh if self.is_in_force(r)]
+        if in_force:
+            lagging = page.nbytes > PAGE and not self.whole and not forked
+            return EITHER if lagging and all(r.held for r in in_force) else ABSENT
+        if page.moved or any(self.is_stale_near(r, address, page) for r in self.all()):
+            return EITHER
+        return PRESENT
+
+    def touching(self, address):
+        """How many registrations touch the page, and whether all were made of it."""
+        page = self.pages[address]
+        touching = [r for r in self.all() if self.touches(r, address, page)]
+        stale = page.moved or any(self.is_stale_near(r, address, page) for r in self.all())
+        return len(touching), not stale

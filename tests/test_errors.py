@@ -1,0 +1,723 @@
+"""What cannot be done says so: which value, why, what to do; and nothing has changed."""
+
+import contextlib
+import copy
+import ctypes
+import errno
+import inspect
+import mmap
+import os
+import pickle
+import shutil
+import subprocess
+import warnings
+
+import pytest
+from conftest import (
+    PAGE,
+    child,
+    fork_once,
+    fresh,
+    is_mapped,
+    libc,
+    map_at,
+    private_map,
+    smaps,
+    unmap,
+    vm_flags,
+)
+
+import rdmafork
+
+np = pytest.importorskip("numpy")
+
+both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
+
+
+def state():
+    """What may not change when something fails."""
+    numbers = rdmafork.stats()._replace(madvise_calls=0, query_calls=0, engine_bytes=0)
+    return numbers, [m[:2] for m in smaps() if "dc" in m.flags], rdmafork.protected_ranges()
+
+
+@contextlib.contextmanager
+def fails(exception, *words, number=None):
+    """The block raises this, with a message that holds all words, and nothing changes."""
+    before = state()
+    with pytest.raises(exception) as caught:
+        yield
+    # Of OSError there is a class for every errno.
+    assert number is not None or type(caught.value) is exception, repr(caught.value)
+    for word in words:
+        assert word in str(caught.value), (word, str(caught.value))
+    if number is not None:
+        assert caught.value.errno == number, repr(caught.value)
+    del caught
+    assert state() == before
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers():
+    """Most tests here need no process of their own: they leave nothing behind."""
+    yield
+    assert rdmafork.stats().registrations == 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started():
+    with contextlib.suppress(OSError):
+        rdmafork.fork_init()
+
+
+# ---- not a buffer -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thing", [None, 7, 1.5, [1], {}, object(), "text", bytearray, range(3)])
+def test_what_is_no_buffer(thing):
+    with fails(TypeError, repr(type(thing).__name__), "buffer protocol", "CPU tensor"):
+        rdmafork.register(thing)
+
+
+def test_no_argument_or_too_many():
+    with fails(TypeError):
+        rdmafork.register()
+    with fails(TypeError):
+        rdmafork.register(bytearray(1), "omit")
+    with fails(TypeError, "policy"):
+        rdmafork.register(bytearray(1), policy="omit")
+    with fails(TypeError):
+        rdmafork.register_address(1)
+
+
+class Tensor:
+    """A tensor of another library: no buffer protocol, memory of an array."""
+
+    def __init__(self, array, device=(1, 0)):
+        self.array, self.device = array, device
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **_):
+        return self.array.__dlpack__()
+
+
+@pytest.mark.parametrize(
+    "device, name", [((2, 0), "cuda:0"), ((10, 3), "rocm:3"), ((99, 1), "device type 99:1")]
+)
+def test_a_tensor_that_is_not_in_the_process_s_memory(device, name):
+    with fails(TypeError, name, "on the CPU"):
+        rdmafork.register(Tensor(np.zeros(10), device))
+
+
+def test_a_tensor_that_is_not_contiguous():
+    with fails(BufferError, "not contiguous", "[4, 5]", "[10, 2]", "view of"):
+        rdmafork.register(Tensor(np.zeros((4, 10))[:, ::2]))
+
+
+def test_a_tensor_that_raises():
+    class Broken(Tensor):
+        def __dlpack__(self, **_):
+            raise RuntimeError("it requires grad")
+
+    with fails(RuntimeError, "requires grad"):
+        rdmafork.register(Broken(np.zeros(3)))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [memoryview(bytearray(100))[::2], np.zeros((8, 8))[:, :4], np.zeros(9)[::-1]],
+    ids=["memoryview", "columns", "reversed"],
+)
+def test_what_is_not_contiguous(view):
+    with fails(BufferError, type(view).__name__, "contiguous", "view of", "copy"):
+        rdmafork.register(view)
+
+
+def test_a_released_memoryview():
+    view = memoryview(bytearray(100))
+    view.release()
+    with fails(ValueError, "released"):
+        rdmafork.register(view)
+
+
+def test_a_closed_mmap():
+    memory = mmap.mmap(-1, PAGE)
+    memory.close()
+    with fails(ValueError, "closed"):
+        rdmafork.register(memory)
+
+
+@pytest.mark.parametrize("array", [np.zeros((0, 5)), np.zeros(5)[2:2]], ids=["shape", "slice"])
+def test_empty_is_fine_and_nothing(array):
+    before = rdmafork.stats()
+    for empty in (b"", bytearray(), memoryview(b""), array):
+        with rdmafork.register(empty) as registration:
+            assert registration.nbytes == 0
+    with rdmafork.register_address(0, 0) as registration:
+        assert registration.nbytes == 0
+    assert rdmafork.stats()._replace(engine_bytes=0) == before._replace(engine_bytes=0)
+
+
+def test_read_only_is_fine():
+    for memory in (bytes(3 * PAGE), memoryview(bytearray(3 * PAGE)).toreadonly()):
+        with rdmafork.register(memory) as registration:
+            assert registration.nbytes == 3 * PAGE
+
+
+def test_fortran_order_is_fine():
+    with rdmafork.register(np.zeros((30, 20), order="F")) as registration:
+        assert registration.nbytes == 4800
+
+
+# ---- not an address -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address, nbytes", [(-1, 1), (PAGE, -PAGE), (-(1 << 70), 5)])
+def test_negative_numbers(address, nbytes):
+    with fails(ValueError, str(address), str(nbytes), "negative"):
+        rdmafork.register_address(address, nbytes)
+
+
+@pytest.mark.parametrize(
+    "address, nbytes",
+    [
+        ((1 << 64) - PAGE, PAGE + 1),
+        ((1 << 64) - PAGE, PAGE),
+        ((1 << 64) - 1, 1),
+        (1 << 63, 1 << 63),
+        (PAGE, (1 << 64) - 1),
+        (1 << 64, 0),
+        (0, 1 << 80),
+    ],
+)
+@pytest.mark.parametrize("owner", [None, "owner"])
+def test_what_leaves_the_address_space(address, nbytes, owner):
+    with fails(OverflowError, f"0x{address:x}", str(nbytes), "address space"):
+        rdmafork.register_address(address, nbytes, owner=owner)
+
+
+@pytest.mark.parametrize("address, nbytes", [(1.0, 1), (1, 1.0), ("1", 1), (None, 1), (1, b"1")])
+def test_what_is_no_integer(address, nbytes):
+    with fails(TypeError, "integer"):
+        rdmafork.register_address(address, nbytes)
+
+
+def test_numpy_integers_are_integers():
+    memory, address = private_map(PAGE)
+    with rdmafork.register_address(np.uint64(address), np.int32(PAGE), owner=memory) as it:
+        assert (it.address, it.nbytes) == (address, PAGE)
+
+
+# ---- not a policy ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_fork", ["share", "", "OMIT", None, 0, True, b"omit", ["omit"]])
+def test_no_such_on_fork(on_fork):
+    with fails(ValueError, repr(on_fork), "omit"):
+        rdmafork.register(bytearray(10), on_fork=on_fork)
+    with fails(ValueError, repr(on_fork), "omit"):
+        rdmafork.register_address(0, 0, on_fork=on_fork)
+
+
+@pytest.mark.parametrize("on_fork", ["wipe", "keep"])
+def test_policies_of_a_later_version(on_fork):
+    with fails(OSError, '"omit"', "not supported", number=errno.ENOTSUP):
+        rdmafork.register(bytearray(10), on_fork=on_fork)
+
+
+def test_omit_by_another_string_object():
+    with rdmafork.register(bytearray(10), on_fork="".join(["om", "it"])) as registration:
+        assert registration.on_fork == "omit"
+
+
+# ---- not mapped -----------------------------------------------------------------------------
+
+
+@both_modes
+@fresh
+def test_unmapped_memory_names_the_hole(mode):
+    """Memory without an owner is marked at once in lazy mode too."""
+    rdmafork.fork_init(mode)
+    at = map_at(0, 8 * PAGE)
+    unmap(at + 2 * PAGE, 3 * PAGE)
+    with fails(
+        OSError,
+        f"0x{at:x}-0x{at + 8 * PAGE:x}",
+        f"nothing is mapped at 0x{at + 2 * PAGE:x}-0x{at + 5 * PAGE:x}",
+        number=errno.ENOMEM,
+    ):
+        rdmafork.register_address(at, 8 * PAGE)
+    assert "dc" not in vm_flags(at) | vm_flags(at + 6 * PAGE)
+    # And no trace is left: what is mapped can be registered.
+    with rdmafork.register_address(at, 2 * PAGE):
+        assert "dc" in vm_flags(at)
+        with fails(OSError, f"0x{at + 2 * PAGE:x}-0x{at + 3 * PAGE:x}", number=errno.ENOMEM):
+            rdmafork.register_address(at, 3 * PAGE)
+        assert "dc" in vm_flags(at)
+    assert "dc" not in vm_flags(at)
+
+
+@pytest.mark.parametrize("address", [0, PAGE, 1 << 62, 1 << 63])
+@fresh
+def test_an_address_where_nothing_ever_is(address):
+    rdmafork.fork_init("eager")
+    with fails(OSError, "nothing is mapped", f"0x{address:x}", number=errno.ENOMEM):
+        rdmafork.register_address(address, 2 * PAGE)
+
+
+@both_modes
+@fresh
+def test_unmapped_memory_said_to_be_held(mode):
+    """Eager refuses it; lazily it is found out by a fork, which leaves it alone."""
+    rdmafork.fork_init(mode)
+    at = map_at(0, 4 * PAGE)
+    unmap(at, 4 * PAGE)
+    if mode == "eager":
+        with fails(OSError, "nothing is mapped", number=errno.ENOMEM):
+            rdmafork.register_address(at, 4 * PAGE, owner=object())
+        return
+    with rdmafork.register_address(at, 4 * PAGE, owner=object()):
+        fork_once()
+        assert all(r.protected_by != "advice" for r in rdmafork.protected_ranges())
+    assert rdmafork.stats().registrations == 0
+
+
+# ---- fork_init ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["Lazy", "", None, 1, b"lazy", ("lazy",)])
+def test_no_such_mode(mode):
+    with fails(ValueError, repr(mode), "auto, lazy, eager"):
+        rdmafork.fork_init(mode)
+
+
+def test_a_mode_that_cannot_even_be_looked_up():
+    with fails(TypeError):
+        rdmafork.fork_init(["lazy"])
+    with fails(TypeError):
+        rdmafork.fork_init("lazy", "eager")
+
+
+@pytest.mark.parametrize("mode", ["auto", "lazy", "eager"])
+@pytest.mark.parametrize("closed", [False, True])
+@fresh
+def test_too_late(mode, closed):
+    with pytest.warns(rdmafork.UnprotectedWarning):
+        registration = rdmafork.register(bytearray(PAGE))
+    if closed:
+        registration.close()
+    for _ in range(2):
+        with fails(OSError, "too late", "RDMAV_FORK_SAFE=1", number=errno.EINVAL):
+            rdmafork.fork_init(mode)
+    assert rdmafork.is_fork_initialized() != rdmafork.ForkStatus.ENABLED
+
+
+@fresh
+def test_too_late_after_an_empty_one():
+    with pytest.warns(rdmafork.UnprotectedWarning):
+        rdmafork.register(b"").close()
+    with fails(OSError, "too late", number=errno.EINVAL):
+        rdmafork.fork_init()
+
+
+@fresh
+def test_not_too_late_after_one_that_failed():
+    with fails(BufferError):
+        rdmafork.register(memoryview(bytearray(9))[::2])
+    with fails(OSError, number=errno.ENOTSUP):
+        rdmafork.register(bytearray(9), on_fork="wipe")
+    rdmafork.fork_init()
+
+
+@pytest.mark.parametrize("first, other", [("lazy", "eager"), ("eager", "lazy")])
+@fresh
+def test_other_wishes(first, other):
+    rdmafork.fork_init(first)
+    for _ in range(2):
+        with fails(OSError, repr(first), repr(other), "already", number=errno.EINVAL):
+            rdmafork.fork_init(other)
+    rdmafork.fork_init(first)
+    rdmafork.fork_init()
+    assert rdmafork.stats().mode == first
+
+
+@fresh
+def test_what_nothing_protects_is_warned_of_once():
+    with pytest.warns(rdmafork.UnprotectedWarning, match=r"fork_init\(\) first") as caught:
+        registrations = [rdmafork.register(bytearray(10)) for _ in range(3)]
+    assert len(caught) == 1
+    assert not any(r.protected for r in registrations)
+    assert "not protected" in repr(registrations[0])
+
+
+@fresh
+def test_a_warning_that_is_an_error_leaves_nothing_registered():
+    warnings.simplefilter("error")
+    memory = bytearray(100)
+    with pytest.raises(rdmafork.UnprotectedWarning):
+        rdmafork.register(memory)
+    memory.extend(b"x")  # not held any more
+    assert rdmafork.stats().registrations == 0
+
+
+# ---- the environment ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, value", [("RDMAFORK_MODE", "nonsense"), ("RDMAFORK_EDGES", "some")])
+def test_a_variable_that_means_nothing(run, name, value):
+    run(_wrong_variable, f"{name}={value}", env={name: value})
+
+
+def _wrong_variable(setting):
+    for _ in range(2):
+        with fails(OSError, setting, "auto, lazy or eager", number=errno.EINVAL):
+            rdmafork.fork_init()
+    assert rdmafork.is_fork_initialized() != rdmafork.ForkStatus.ENABLED
+
+
+def test_a_failure_asked_for_by_the_environment_is_raised_by_each_registration(run):
+    run(_wrong_at_register, env={"RDMAV_FORK_SAFE": "0", "RDMAFORK_MODE": "x" * 500})
+
+
+def _wrong_at_register():
+    memory = bytearray(100)
+    for _ in range(3):
+        with fails(OSError, "RDMAFORK_MODE=xxx", number=errno.EINVAL):
+            rdmafork.register(memory)
+    memory.extend(b"not held")
+    rdmafork.fork_init("eager")
+    rdmafork.register(memory).close()
+
+
+def test_a_mode_by_name_does_not_ask_the_environment(run):
+    run("import rdmafork; rdmafork.fork_init('eager')", env={"RDMAFORK_MODE": "nonsense"})
+
+
+def test_without_linux(run):
+    source = """
+        import sys
+        sys.platform = "darwin"
+        try:
+            import rdmafork
+        except ImportError as error:
+            message = str(error)
+        [message, [name for name in sys.modules if name.startswith("rdmafork._")]]
+    """
+    message, loaded = run(source)
+    assert "Linux" in message and "darwin" in message and "MADV_DONTFORK" in message
+    assert loaded == []
+
+
+def test_another_abi(run, tmp_path):
+    """A preloaded library of another version serves the package: refused at import."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if not compiler:
+        pytest.skip("no C compiler")
+    names = [line.split()[-1] for line in exported()]
+    source = tmp_path / "other.c"
+    source.write_text("\n".join(f"int {n}(void) {{ return 99; }}" for n in names))
+    other = tmp_path / "librdmafork.so"
+    options = ["-shared", "-fPIC", "-Wl,-soname,librdmafork.so", "-o", other, source]
+    subprocess.run([compiler, *options], check=True)
+    with pytest.raises(ImportError) as caught:
+        run("import rdmafork", preload=other)
+    for word in ("ABI 99", "LD_PRELOAD", "get_library()"):
+        assert word in str(caught.value), str(caught.value)
+
+
+def exported():
+    nm = shutil.which("nm")
+    if not nm:
+        pytest.skip("no nm")
+    command = [nm, "-D", "--defined-only", rdmafork.get_library()]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+# ---- after close() --------------------------------------------------------------------------
+
+
+def test_use_after_close():
+    registration = rdmafork.register(bytearray(100))
+    address = registration.address
+    registration.close()
+    for name in ("obj", "address", "nbytes", "on_fork", "protected"):
+        with fails(ValueError, "closed"):
+            getattr(registration, name)
+    with fails(ValueError, "closed"), registration:
+        pass
+    assert registration.closed and not registration.inherited
+    assert repr(registration) == f"<rdmafork.Registration 0x{address:x}, 100 bytes, closed>"
+
+
+def test_close_twice():
+    memory = bytearray(100)
+    registration = rdmafork.register(memory)
+    other = rdmafork.register(memory)
+    registration.close()
+    registration.close()
+    registration.__exit__(None, None, None)
+    assert rdmafork.stats().registrations == 1
+    other.close()
+
+
+def test_an_exception_closes_and_passes():
+    memory = bytearray(100)
+    with fails(KeyError, "mine"), rdmafork.register(memory):
+        raise KeyError("mine")
+    memory.extend(b"x")
+
+
+@pytest.mark.parametrize(
+    "duplicate", [pickle.dumps, copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"]
+)
+def test_a_registration_cannot_be_copied(duplicate):
+    with rdmafork.register(bytearray(100)) as registration:
+        with fails(TypeError, "pickle", "Registration"):
+            duplicate(registration)
+    with fails(TypeError, "Registration"):
+        duplicate(registration)
+
+
+def test_a_registration_is_not_made_by_its_class():
+    with fails(TypeError, "register()", "register_address()"):
+        rdmafork.Registration()
+    with fails(TypeError):
+        type("Sub", (rdmafork.Registration,), {})
+
+
+def test_a_registration_made_behind_the_door_is_closed():
+    empty = rdmafork.Registration.__new__(rdmafork.Registration)
+    assert empty.closed and "closed" in repr(empty)
+    empty.close()
+    with fails(ValueError, "closed"):
+        empty.obj  # noqa: B018
+
+
+def test_attributes_cannot_be_set():
+    with rdmafork.register(bytearray(10)) as registration:
+        for name in ("address", "nbytes", "obj", "protected", "closed", "new"):
+            with fails(AttributeError):
+                setattr(registration, name, 1)
+
+
+# ---- what the kernel refuses ----------------------------------------------------------------
+
+
+class FullTable:
+    """This process may have no mappings more than it has: each one taken is given back."""
+
+    def __enter__(self):
+        limit = rdmafork.kernel_info().max_map_count
+        self.nbytes = (2 * limit + 64) * PAGE
+        self.at = map_at(0, self.nbytes, prot=0, flags=0x4000)
+        self.used = []
+        for index in range(limit):
+            page = self.at + (2 * index + 1) * PAGE
+            if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 1):
+                assert ctypes.get_errno() == errno.ENOMEM
+                return self
+            self.used.append(page)
+        raise AssertionError("there is no limit")
+
+    def free(self, count):
+        """Room for so many mappings more (each splits or joins two)."""
+        for _ in range(count):
+            page = self.used.pop()
+            assert not libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0)
+
+    def __exit__(self, *exception):
+        unmap(self.at, self.nbytes)
+
+
+@fresh
+def test_eager_without_mappings_left():
+    rdmafork.fork_init("eager")
+    memory, address = private_map(16 * PAGE)
+    memory[:] = b"m" * len(memory)
+    at = address + 4 * PAGE
+    middle = memoryview(memory)[4 * PAGE : 8 * PAGE]
+    before = state()
+    with FullTable() as table:
+        with pytest.raises(OSError, match="max_map_count") as caught:
+            rdmafork.register(middle)
+        table.free(3)
+        rdmafork.register(middle).close()
+    assert caught.value.errno == errno.ENOMEM
+    for word in (f"0x{at:x}-0x{at + 4 * PAGE:x}", "sysctl", "fewer and larger"):
+        assert word in str(caught.value)
+    assert state() == before
+    assert "dc" not in vm_flags(at)
+    with rdmafork.register(middle):
+        assert "dc" in vm_flags(at)
+
+
+@fresh
+def test_lazy_without_mappings_left_is_the_kernel_s_to_copy():
+    rdmafork.fork_init("lazy")
+    memory, address = private_map(16 * PAGE)
+    memory[:] = b"m" * len(memory)
+    with rdmafork.register(memoryview(memory)[4 * PAGE : 8 * PAGE]):
+        with FullTable():
+            pid = os.fork()
+            if not pid:
+                os._exit(memory[4 * PAGE] != ord("m"))
+            assert os.waitpid(pid, 0)[1] == 0
+            numbers = rdmafork.stats()
+        assert numbers.left_bytes == 4 * PAGE and numbers.marked_bytes == 0
+        assert {r.protected_by for r in rdmafork.protected_ranges()} == {"kernel"}
+        fork_once()  # now there is room
+        assert "dc" in vm_flags(address + 4 * PAGE)
+        assert rdmafork.stats().left_bytes == 0
+
+
+@fresh
+def test_a_release_without_mappings_left_is_made_up_for():
+    rdmafork.fork_init("eager")
+    memory, address = private_map(16 * PAGE)
+    memory[:] = b"m" * len(memory)
+    at = address + 8 * PAGE
+    outer = rdmafork.register(memory)
+    parts = [rdmafork.register(memoryview(memory)[: 8 * PAGE])]
+    parts += [rdmafork.register(memoryview(memory)[9 * PAGE :])]
+    with FullTable():
+        outer.close()  # page 8 would become ordinary in the midst of marked ones
+        numbers = rdmafork.stats()
+    assert numbers.unreleased_bytes == PAGE
+    assert "dc" in vm_flags(at)
+    fork_once()
+    assert rdmafork.stats().unreleased_bytes == 0
+    assert "dc" not in vm_flags(at)
+    assert "dc" in vm_flags(address) & vm_flags(at + PAGE)
+    for part in parts:
+        part.close()
+
+
+MSEAL = 462
+
+
+def sealed(nbytes):
+    """Sealed memory that is read-only, so that its content may not be discarded."""
+    at = map_at(0, nbytes)
+    ctypes.memset(at, 1, nbytes)
+    libc.mprotect(ctypes.c_void_p(at), ctypes.c_size_t(nbytes), 1)
+    if libc.syscall(MSEAL, ctypes.c_void_p(at), ctypes.c_size_t(nbytes), 0):
+        pytest.skip(f"mseal(): {os.strerror(ctypes.get_errno())}")
+    return at
+
+
+@fresh
+def test_sealed_memory_eager():
+    rdmafork.fork_init("eager")
+    at = sealed(4 * PAGE)
+    where = f"0x{at:x}-0x{at + 4 * PAGE:x}"
+    with fails(OSError, "cannot register", where, "sealed", number=errno.EPERM):
+        rdmafork.register_address(at, 4 * PAGE, owner=object())
+    assert "dc" not in vm_flags(at)
+
+
+@fresh
+def test_sealed_memory_lazy():
+    rdmafork.fork_init("lazy")
+    at = sealed(4 * PAGE)
+    with fails(OSError, "sealed", number=errno.EPERM):
+        rdmafork.register_address(at, 4 * PAGE)
+    memory, address = private_map(4 * PAGE)
+    with rdmafork.register(memory), rdmafork.register_address(at, 4 * PAGE, owner=object()):
+        assert child(lambda: (is_mapped(at), is_mapped(address))) == (True, False)
+        by = {r.start: r.protected_by for r in rdmafork.protected_ranges()}
+        assert (by[at], by[address]) == ("kernel", "advice")
+        assert rdmafork.stats().left_bytes == 4 * PAGE
+
+
+def refuse_madvise(advice, number):
+    """From here on madvise(…, advice) fails in this process with this errno."""
+    import ctypes
+    import platform
+    import struct
+
+    call = {"x86_64": 28, "aarch64": 233}[platform.machine()]
+    program = [
+        (0x20, 0, 0, 0),  # its number
+        (0x15, 0, 3, call),
+        (0x20, 0, 0, 32),  # its third argument
+        (0x15, 0, 1, advice),
+        (0x06, 0, 0, 0x50000 | number),  # an errno
+        (0x06, 0, 0, 0x7FFF0000),  # go on
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    header = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not libc.prctl(38, 1, 0, 0, 0)
+    assert not libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(header)), 0, 0)
+
+
+def filtered(run, advice, number, source):
+    """Run source where madvise() refuses one advice from the start."""
+    filter_ = f"{inspect.getsource(refuse_madvise)}\nrefuse_madvise({advice}, {number})\n"
+    return run(filter_ + inspect.cleandoc(source))
+
+
+@both_modes
+def test_madvise_refused_by_a_sandbox(run, mode):
+    """After it has started, as before that fork_init() says that it cannot."""
+    run(_sandboxed, mode)
+
+
+def _sandboxed(mode):
+    rdmafork.fork_init(mode)
+    refuse_madvise(10, errno.EACCES)
+    at = map_at(0, 4 * PAGE)
+    with fails(OSError, f"0x{at:x}", "refuses", "Permission denied", number=errno.EACCES):
+        rdmafork.register_address(at, 4 * PAGE)
+    memory, address = private_map(4 * PAGE)
+    if mode == "eager":
+        with fails(OSError, "refuses", number=errno.EACCES):
+            rdmafork.register(memory)
+        return
+    with rdmafork.register(memory):
+        assert child(lambda: is_mapped(address)) is True
+        assert rdmafork.stats().left_bytes == 4 * PAGE
+
+
+def test_a_kernel_without_dontfork(run):
+    message = filtered(
+        run,
+        10,
+        errno.EINVAL,
+        """
+        import rdmafork
+        try:
+            rdmafork.fork_init()
+        except OSError as error:
+            message = (error.errno, str(error), rdmafork.stats().mode)
+        message
+        """,
+    )
+    assert message[0] == errno.ENOSYS and "MADV_DONTFORK" in message[1] and message[2] is None
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EPERM])
+def test_without_wipeonfork_libc_s_children_are_noticed_all_the_same(run, number):
+    """Linux has it since 4.14, some sandboxes never."""
+    assert filtered(
+        run,
+        18,
+        number,
+        """
+        import os, rdmafork
+        rdmafork.fork_init("eager")
+        memory = bytearray(1 << 16)
+        registration = rdmafork.register(memory)
+        pid = os.fork()
+        if not pid:
+            fine = registration.inherited and rdmafork.stats().registrations == 0
+            registration.close()
+            with rdmafork.register(bytearray(1 << 16)) as other:
+                fine = fine and other.protected and rdmafork.stats().registrations == 1
+            os._exit(not fine)
+        os.waitpid(pid, 0)[1] == 0 and not registration.inherited
+        """,
+    )

@@ -1,0 +1,861 @@
+"""What libibverbs' fork support gets wrong, one test a defect; the numbers are historic.
+
+Each scenario runs with rdmafork, in both modes, and must pass. Where an affected libibverbs is
+installed the same scenario runs with it and must fail, which proves that it can
+(test_it_goes_wrong_with_libibverbs).
+"""
+
+import ctypes
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+
+import pytest
+from conftest import (
+    HUGE,
+    MADV_DOFORK,
+    PAGE,
+    child,
+    fork_once,
+    fresh,
+    huge_page_pool,
+    madvise,
+    map_at,
+    marked,
+    private_map,
+    read,
+    remap,
+    run,
+    shared_map,
+    unmap,
+    vm_flags,
+    write,
+)
+
+PLACE = 0x20_0000_0000  # low, where the kernel puts nothing of its own into a hole
+
+both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
+
+
+class Rdmafork:
+    """Memory that nobody holds, as with libibverbs: it is marked at once in both modes."""
+
+    def __init__(self, mode=None):
+        import rdmafork
+
+        self.api = rdmafork
+        if mode:
+            rdmafork.fork_init(mode)
+
+    def register(self, address, nbytes):
+        return self.api.register_address(address, nbytes)
+
+    def release_twice(self, registration):
+        registration.close()
+        registration.close()
+
+    def status(self):
+        return int(self.api.is_fork_initialized())
+
+
+class Libibverbs:
+    class Registration:
+        def __init__(self, library, address, nbytes):
+            self.range = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
+            self.library = library
+            if library.ibv_dontfork_range(*self.range):
+                raise OSError(ctypes.get_errno() or errno.EIO, "ibv_dontfork_range")
+
+        def close(self):
+            self.library.ibv_dofork_range(*self.range)
+
+    def __init__(self, mode="one"):
+        self.library = ctypes.CDLL("libibverbs.so.1", use_errno=True)
+        if mode:
+            assert self.library.ibv_fork_init() == 0
+
+    def register(self, address, nbytes):
+        return self.Registration(self.library, address, nbytes)
+
+    def release_twice(self, registration):
+        registration.close()
+        registration.close()
+
+    def status(self):
+        return self.library.ibv_is_fork_initialized()
+
+
+ENGINES = {"rdmafork": Rdmafork, "libibverbs": Libibverbs}
+
+
+def pages(start, count):
+    return [start + i * PAGE for i in range(count)]
+
+
+# ---- 1: after a failure, pages are counted below zero and never marked again --------------
+
+
+def refcount_poisoning(name, mode):
+    engine = ENGINES[name](mode)
+    map_at(PLACE, 4 * PAGE)
+    for nbytes in (5 * PAGE, 6 * PAGE + 1, 9 * PAGE):
+        for start in (PLACE, PLACE + 2 * PAGE):
+            with pytest.raises(OSError):  # whatever lies beyond is a hole
+                engine.register(start, nbytes)
+    madvise(PLACE, 4 * PAGE, MADV_DOFORK)  # whatever defect 2 has left there
+    registrations = [engine.register(PLACE + i * PAGE, 2 * PAGE) for i in range(3)]
+    assert marked(PLACE, 4 * PAGE) == pages(PLACE, 4)
+    for registration in registrations:
+        registration.close()
+    assert marked(PLACE, 4 * PAGE) == []
+
+
+@both_modes
+def test_01_refcount_poisoning(mode):
+    run(refcount_poisoning, "rdmafork", mode)
+
+
+# ---- 2: a failure leaves its first part marked --------------------------------------------
+
+
+def half_applied_failure(name, mode):
+    engine = ENGINES[name](mode)
+    map_at(PLACE, 8 * PAGE)
+    unmap(PLACE + 4 * PAGE, PAGE)
+    other = engine.register(PLACE + PAGE, PAGE)
+    for start, nbytes in ((0, 5), (0, 8), (2, 6), (3, 2), (0, 64)):
+        with pytest.raises(OSError) as caught:
+            engine.register(PLACE + start * PAGE, nbytes * PAGE)
+        assert caught.value.errno == errno.ENOMEM
+        assert marked(PLACE, 8 * PAGE) == [PLACE + PAGE]
+    fork_once()
+    assert marked(PLACE, 8 * PAGE) == [PLACE + PAGE]
+    other.close()
+    assert marked(PLACE, 8 * PAGE) == []
+
+
+@both_modes
+def test_02_half_applied_failure(mode):
+    run(half_applied_failure, "rdmafork", mode)
+
+
+# ---- 3: one release too many, and the next registration is not marked ---------------------
+
+
+def unbalanced_release(name, mode):
+    engine = ENGINES[name](mode)
+    _memory, address = private_map(4 * PAGE)
+    neighbour = engine.register(address + 2 * PAGE, 2 * PAGE)
+    engine.release_twice(engine.register(address, 2 * PAGE))
+    engine.release_twice(engine.register(address, 4 * PAGE))
+    assert marked(address, 4 * PAGE) == pages(address + 2 * PAGE, 2)
+    again = engine.register(address, 2 * PAGE)
+    assert marked(address, 4 * PAGE) == pages(address, 4)
+    again.close()
+    neighbour.close()
+
+
+@both_modes
+def test_03_unbalanced_release(mode):
+    run(unbalanced_release, "rdmafork", mode)
+
+
+class Handle(ctypes.Structure):
+    _fields_ = [
+        ("serial", ctypes.c_uint64),
+        ("slot", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class Error(ctypes.Structure):
+    _fields_ = [
+        ("cause", ctypes.c_int),
+        ("start", ctypes.c_size_t),
+        ("end", ctypes.c_size_t),
+        ("text", ctypes.c_char * 256),
+    ]
+
+
+def c_api():
+    import rdmafork
+
+    library = ctypes.CDLL(rdmafork.get_library(), use_errno=True)
+    library.rf_register.argtypes = [
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_uint,
+        ctypes.c_int,
+        ctypes.POINTER(Handle),
+        ctypes.POINTER(Error),
+    ]
+    library.rf_release.argtypes = [Handle, ctypes.c_uint]
+    return library
+
+
+@both_modes
+@fresh
+def test_03_a_handle_is_released_once_whoever_has_its_slot_now(mode):
+    engine, library, error = Rdmafork(mode), c_api(), Error()
+    _memory, address = private_map(4 * PAGE)
+    old, new = Handle(), Handle()
+    assert library.rf_register(address, PAGE, 0, 0, old, error) == 1
+    assert library.rf_release(old, 0) == 0
+    assert library.rf_register(address, PAGE, 0, 0, new, error) == 1
+    assert new.slot == old.slot
+    for handle in (old, Handle(), Handle(serial=1 << 40), Handle(new.serial, new.slot + 7)):
+        assert library.rf_release(handle, 0) == -errno.ESTALE
+    assert marked(address, 4 * PAGE) == [address]
+    assert engine.api.stats().registrations == 1
+    assert library.rf_release(new, 0) == 0
+    assert library.rf_release(new, 0) == -errno.ESTALE
+    assert marked(address, 4 * PAGE) == []
+
+
+# ---- 4: munmap, mmap at the same address, register: success, not marked -------------------
+
+
+def mapped_anew(name, mode):
+    engine = ENGINES[name](mode)
+    map_at(PLACE, 4 * PAGE)
+    old = engine.register(PLACE, 4 * PAGE)
+    unmap(PLACE, 4 * PAGE)
+    map_at(PLACE, 8 * PAGE)
+    assert marked(PLACE, 8 * PAGE) == []
+    new = engine.register(PLACE + PAGE, 4 * PAGE)
+    assert marked(PLACE, 8 * PAGE)[-4:] == pages(PLACE + PAGE, 4)
+    new.close()
+    old.close()
+    assert marked(PLACE, 8 * PAGE) == []
+
+
+@both_modes
+def test_04_mapped_anew(mode):
+    run(mapped_anew, "rdmafork", mode)
+
+
+def moved_and_registered_again(name, mode):
+    engine = ENGINES[name](mode)
+    to = PLACE + (1 << 30)
+    map_at(PLACE, 4 * PAGE)
+    old = engine.register(PLACE, 4 * PAGE)
+    remap(PLACE, 4 * PAGE, to)
+    new = engine.register(to, 4 * PAGE)
+    map_at(PLACE, 4 * PAGE)
+    again = engine.register(PLACE, 4 * PAGE)
+    assert marked(PLACE, 4 * PAGE) == pages(PLACE, 4)
+    assert marked(to, 4 * PAGE) == pages(to, 4)
+    for registration in (old, new, again):
+        registration.close()
+    assert marked(PLACE, 4 * PAGE) == marked(to, 4 * PAGE) == []
+
+
+@both_modes
+def test_04_moved_and_registered_again(mode):
+    run(moved_and_registered_again, "rdmafork", mode)
+
+
+@both_modes
+@pytest.mark.parametrize("settle", ["fork", "protected_ranges"])
+@pytest.mark.parametrize("held", [True, False])
+@fresh
+def test_04_what_was_shared_and_is_private_now(mode, settle, held):
+    engine = Rdmafork(mode)
+    map_at(PLACE, 4 * PAGE, shared=True)
+    old = engine.register(PLACE, 4 * PAGE)
+    fork_once() if settle == "fork" else engine.api.protected_ranges()
+    map_at(PLACE, 4 * PAGE)
+    owner = object() if held else None
+    new = engine.api.register_address(PLACE, 4 * PAGE, owner=owner)
+    assert new.protected
+    if mode == "eager" or not held:
+        assert marked(PLACE, 4 * PAGE) == pages(PLACE, 4)
+    fork_once()
+    assert marked(PLACE, 4 * PAGE) == pages(PLACE, 4)
+    old.close()
+    new.close()
+    assert marked(PLACE, 4 * PAGE) == []
+
+
+@both_modes
+@pytest.mark.parametrize("held", [True, False])
+@fresh
+def test_04_what_was_private_and_is_shared_now(mode, held):
+    engine = Rdmafork(mode)
+    map_at(PLACE, 4 * PAGE)
+    old = engine.register(PLACE, 4 * PAGE)
+    fork_once()
+    map_at(PLACE, 4 * PAGE, shared=True)
+    owner = object() if held else None
+    new = engine.api.register_address(PLACE, 4 * PAGE, owner=owner)
+    assert child(write, PLACE + PAGE, b"child") is None
+    assert read(PLACE + PAGE, 5) == b"child"
+    assert marked(PLACE, 4 * PAGE) == []
+    assert {r.protected_by for r in engine.api.protected_ranges()} == {"shared"}
+    old.close()
+    new.close()
+
+
+# ---- 5: a child goes on with its parent's counts ------------------------------------------
+
+
+def inherited_counts(name, mode):
+    engine = ENGINES[name](mode)
+    map_at(PLACE, 4 * PAGE)
+    registration = engine.register(PLACE, 4 * PAGE)
+
+    def in_child():
+        map_at(PLACE, 4 * PAGE)  # where the parent's was, which the child has not got
+        own = engine.register(PLACE, 4 * PAGE)
+        found = marked(PLACE, 4 * PAGE), child(read, PLACE)
+        own.close()
+        return *found, marked(PLACE, 4 * PAGE)
+
+    assert child(in_child) == (pages(PLACE, 4), signal.SIGSEGV, [])
+    registration.close()
+
+
+@both_modes
+def test_05_inherited_counts(mode):
+    run(inherited_counts, "rdmafork", mode)
+
+
+# ---- 6: forked while another thread holds the lock ----------------------------------------
+
+
+def lock_held_at_fork(name, mode):
+    engine = ENGINES[name](mode)
+    _memory, address = private_map(64 * PAGE)
+    done = threading.Event()
+
+    def others():
+        while not done.is_set():
+            engine.register(address + PAGE, 9 * PAGE).close()
+
+    def in_child():
+        map_at(PLACE, PAGE)
+        engine.register(PLACE, PAGE).close()
+        return "alive"
+
+    threads = [threading.Thread(target=others) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(300):
+            assert child(in_child, timeout=10) == "alive"
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+@both_modes
+def test_06_lock_held_at_fork(mode):
+    run(lock_held_at_fork, "rdmafork", mode)
+
+
+# ---- 7: the child loses what lies beside a registration -----------------------------------
+
+
+def page_sharing(name, mode):
+    engine = ENGINES[name](mode)
+    memory, address = private_map(4 * PAGE)
+    memory[:] = b"n" * len(memory)
+    registrations = [
+        engine.register(address + 128, 64),
+        engine.register(address + PAGE + 1, PAGE - 1),
+        engine.register(address + 2 * PAGE, PAGE - 1),
+    ]
+
+    def in_child():
+        memory[:128] = b"m" * 128
+        return memory[:PAGE], memory[PAGE], memory[3 * PAGE - 1], memory[-1]
+
+    kept = b"m" * 128 + b"n" * (PAGE - 128)
+    assert child(in_child) == (kept, ord("n"), ord("n"), ord("n"))
+    for registration in registrations:
+        registration.close()
+
+
+def needs_trust():
+    import rdmafork
+
+    if not rdmafork.kernel_info().copy_on_fork_trusted:
+        pytest.skip("this kernel's copying at fork cannot be trusted: whole pages must go")
+
+
+@both_modes
+def test_07_page_sharing(mode):
+    needs_trust()
+    run(page_sharing, "rdmafork", mode)
+
+
+@both_modes
+@fresh
+def test_07_objects_beside_small_arrays(mode):
+    np = pytest.importorskip("numpy")
+    needs_trust()
+    engine = Rdmafork(mode)
+    arrays = [np.arange(n, dtype="u1") for n in range(1, 200)]
+    registrations = [engine.api.register(a) for a in arrays]
+    big = np.arange(100_000)
+    registrations.append(engine.api.register(big))
+
+    def in_child():
+        while arrays:
+            del arrays[-1]
+        registrations.clear()
+        import fractions  # noqa: F401
+
+        return [bytearray(n) for n in range(500)][-1]
+
+    assert child(in_child) == bytearray(499)
+    code = "import sys; sys.exit(3)"
+    assert subprocess.run([shutil.which("python3"), "-c", code]).returncode == 3
+
+
+# ---- 8: the page size of the first mapping alone ------------------------------------------
+
+
+def mixed_page_sizes(name, mode):
+    engine = ENGINES[name](mode)
+    huge = PLACE + HUGE
+    with huge_page_pool(2):
+        try:
+            map_at(huge - 4 * PAGE, 4 * PAGE)
+            map_at(huge, 2 * HUGE, huge=True)
+            map_at(huge + 2 * HUGE, 4 * PAGE)
+            cases = [
+                # what is registered, and what must be marked
+                (huge - 2 * PAGE, huge + 64, huge - 2 * PAGE, huge + HUGE),
+                (huge - 2 * PAGE, huge + HUGE + PAGE, huge - 2 * PAGE, huge + 2 * HUGE),
+                (huge + HUGE, huge + 2 * HUGE + PAGE, huge + HUGE, huge + 2 * HUGE + PAGE),
+                (huge + 2 * HUGE - 1, huge + 2 * HUGE + PAGE, huge + HUGE, huge + 2 * HUGE + PAGE),
+                (huge - PAGE, huge + 2 * HUGE + PAGE, huge - PAGE, huge + 2 * HUGE + PAGE),
+                (huge + HUGE - 64, huge + HUGE + 64, huge, huge + 2 * HUGE),
+                (huge + 64, huge + 128, huge, huge + HUGE),
+                (huge + 5 * PAGE, huge + 6 * PAGE, huge, huge + HUGE),
+            ]
+            span = huge - 4 * PAGE, 2 * HUGE + 8 * PAGE
+            for start, end, first, last in cases:
+                registration = engine.register(start, end - start)
+                fork_once()
+                assert marked(*span) == pages(first, (last - first) // PAGE), (start, end)
+                registration.close()
+                assert marked(*span) == [], (start, end)
+        finally:
+            unmap(PLACE, 5 * HUGE)
+
+
+@both_modes
+@pytest.mark.parametrize("variable", [None, "1"])
+def test_08_mixed_page_sizes(mode, variable):
+    run(mixed_page_sizes, "rdmafork", mode, env={"RDMAV_HUGEPAGES_SAFE": variable})
+
+
+@both_modes
+@pytest.mark.parametrize("variable", [None, "1"])
+def test_08_mixed_page_sizes_with_whole_edges(mode, variable):
+    env = {"RDMAV_HUGEPAGES_SAFE": variable, "RDMAFORK_EDGES": "whole"}
+    run(mixed_page_sizes, "rdmafork", mode, env=env)
+
+
+@both_modes
+@pytest.mark.parametrize("edges", ["", "whole"])
+def test_08_a_failure_among_huge_pages_leaves_nothing(mode, edges):
+    run(failure_among_huge_pages, mode, env={"RDMAFORK_EDGES": edges})
+
+
+def failure_among_huge_pages(mode):
+    engine = Rdmafork(mode)
+    huge = PLACE + HUGE
+    with huge_page_pool(1):
+        map_at(huge, HUGE, huge=True)
+        try:
+            before = engine.api.stats()
+            for start, end in (
+                (huge - PAGE, huge + 4 * PAGE),
+                (huge - PAGE, huge + 64),
+                (huge + HUGE - 4 * PAGE, huge + HUGE + PAGE),
+                (huge - PAGE, huge + HUGE + PAGE),
+            ):
+                with pytest.raises(OSError, match="nothing is mapped"):
+                    engine.register(start, end - start)
+                assert marked(huge, HUGE) == []
+                fork_once()
+                stats = engine.api.stats()
+                assert stats[1:7] == before[1:7], (hex(start), hex(end))
+                assert stats.unreleased_bytes == 0
+        finally:
+            unmap(huge, HUGE)
+
+
+@both_modes
+@pytest.mark.parametrize("edges", ["", "whole"])
+def test_08_base_pages_that_became_a_huge_page(mode, edges):
+    run(base_pages_that_became_a_huge_page, mode, env={"RDMAFORK_EDGES": edges})
+
+
+def base_pages_that_became_a_huge_page(mode):
+    """What is released was part of no huge page when it was marked, and is now."""
+    engine = Rdmafork(mode)
+    huge = PLACE + HUGE
+    with huge_page_pool(1):
+        map_at(huge - PAGE, 4 * PAGE)
+        registration = engine.register(huge - PAGE, 3 * PAGE)
+        assert marked(huge - PAGE, HUGE) == pages(huge - PAGE, 3)
+        unmap(huge - PAGE, HUGE)
+        map_at(huge, HUGE, huge=True)
+        try:
+            registration.close()
+            fork_once()
+            assert marked(huge, HUGE) == []
+            stats = engine.api.stats()
+            assert stats[1:6] == (0, 0, 0, 0, 0)
+            assert stats.unreleased_bytes == 0
+        finally:
+            unmap(huge, HUGE)
+
+
+# Shared huge pages bear a mark until the next fork asks; then none may be left, whatever
+# part of them is still registered.
+@both_modes
+@pytest.mark.parametrize("edges", ["", "whole"])
+def test_08_parts_of_shared_huge_pages(mode, edges):
+    run(parts_of_shared_huge_pages, mode, env={"RDMAFORK_EDGES": edges})
+
+
+def parts_of_shared_huge_pages(mode):
+    engine = Rdmafork(mode)
+    huge = PLACE + HUGE
+    with huge_page_pool(1):
+        map_at(huge, HUGE, huge=True, shared=True)
+        try:
+            for first, second in (((0, HUGE), (4096, 8192)), ((4096, 8192), (0, HUGE))):
+                one = engine.register(huge + first[0], first[1] - first[0])
+                other = engine.register(huge + second[0], second[1] - second[0])
+                one.close()
+                assert child(write, huge + PAGE, b"child") is None
+                assert read(huge + PAGE, 5) == b"child"
+                write(huge + PAGE, bytes(5))
+                assert marked(huge, HUGE) == []
+                other.close()
+        finally:
+            unmap(huge, HUGE)
+
+
+# ---- 9: /proc/<pid>/smaps of another process ----------------------------------------------
+
+
+def pid_namespace(name, mode):
+    """The first process of a PID namespace under the old /proc: its pid there is init's."""
+    assert os.getpid() == 1
+    engine = ENGINES[name](mode)
+    with huge_page_pool(1):
+        address = map_at(PLACE, HUGE, huge=True)
+        try:
+            registration = engine.register(address + 64, 64)
+            fork_once()
+            assert marked(address, HUGE) == pages(address, 512)
+            registration.close()
+            assert marked(address, HUGE) == []
+        finally:
+            unmap(address, HUGE)
+
+
+UNSHARE = ["unshare", "-pf"]
+
+
+def needs_unshare():
+    try:
+        probe = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("unshare (util-linux) is not installed")
+    if probe.returncode:
+        pytest.skip(f"no PID namespace can be made: {probe.stderr.strip()}")
+
+
+@both_modes
+def test_09_pid_namespace(mode):
+    needs_unshare()
+    run(pid_namespace, "rdmafork", mode, prefix=UNSHARE)
+
+
+# ---- 10: rounding changes between a registration and its release --------------------------
+
+
+@both_modes
+@fresh
+def test_10_wishes_that_change_later(mode):
+    engine = Rdmafork(mode)
+    api, (_memory, address) = engine.api, private_map(4 * PAGE)
+    registration = engine.register(address + 1, 2 * PAGE)
+    assert marked(address, 4 * PAGE) == [address + PAGE]
+    for name, value in (
+        ("RDMAV_HUGEPAGES_SAFE", "1"),
+        ("RDMAFORK_EDGES", "whole"),
+        ("RDMAFORK_MODE", "eager" if mode == "lazy" else "lazy"),
+    ):
+        os.environ[name] = value
+        api.fork_init(mode)  # what it wishes it has
+        api.fork_init()  # joins what runs
+        other = "eager" if mode == "lazy" else "lazy"
+        with pytest.raises(OSError) as caught:
+            api.fork_init(other)
+        assert caught.value.errno == errno.EINVAL
+        assert mode in str(caught.value)
+        assert api.stats().mode == mode
+        engine.register(address + 1, 2 * PAGE).close()
+        assert marked(address, 4 * PAGE) == [address + PAGE]
+    registration.close()
+    assert marked(address, 4 * PAGE) == []
+    assert api.stats().ranges == 0
+
+
+# ---- 11: an end beyond the address space --------------------------------------------------
+
+
+def address_wrap(name, mode):
+    engine = ENGINES[name](mode)
+    _memory, address = private_map(4 * PAGE)
+    for nbytes in (2**64 - address + PAGE, 2**64 - PAGE, 2**64 - 1, 2**64 - address - 1, 2**63):
+        with pytest.raises((OverflowError, OSError)):
+            engine.register(address, nbytes)
+    for start in (2**64 - PAGE, 2**64 - 1, 2**64 - HUGE):
+        with pytest.raises((OverflowError, OSError)):
+            engine.register(start, HUGE)
+    assert marked(address, 4 * PAGE) == []
+    registration = engine.register(address, 4 * PAGE)
+    assert marked(address, 4 * PAGE) == pages(address, 4)
+    registration.close()
+
+
+@both_modes
+def test_11_address_wrap(mode):
+    run(address_wrap, "rdmafork", mode)
+
+
+# ---- 12: no memory for the engine's own tables --------------------------------------------
+
+
+@both_modes
+@fresh
+def test_12_failing_allocation(mode):
+    engine, library, error = Rdmafork(mode), c_api(), Error()
+    count = 20_000
+    place = map_at(PLACE, 2 * count * PAGE)
+    handles = (Handle * count)()
+    size = int(open("/proc/self/statm").read().split()[0]) * PAGE
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    made = []
+
+    def register(i):
+        at = place + 3 * i * PAGE  # every second one splits the one before it
+        rc = library.rf_register(at, 2 * PAGE, 0, 0, handles[i], error)
+        if rc == 1 and i % 2:
+            rc = library.rf_register(at - PAGE, 3 * PAGE, 0, 0, handles[i + count // 2], error)
+            if rc != 1:
+                assert library.rf_release(handles[i], 0) == 0
+        return rc
+
+    resource.setrlimit(resource.RLIMIT_AS, (size, limit[1]))
+    try:
+        for i in range(count // 2):
+            rc = register(i)
+            if rc < 0:
+                break
+            made.append(i)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert rc == -errno.ENOMEM
+    assert error.cause == 5  # RF_CAUSE_ENGINE_MEMORY
+    assert 10 < len(made) < count // 2
+    expected = set()
+    for i in made:
+        first = place + (3 * i - i % 2) * PAGE
+        expected.update(range(first, place + (3 * i + 2) * PAGE, PAGE))
+    assert set(marked(place, 4 * count)) <= expected
+    sample = marked(place + 3 * (made[-1] - 8) * PAGE, 40 * PAGE)
+    assert sample == sorted(a for a in expected if a >= place + 3 * (made[-1] - 8) * PAGE)
+    assert engine.api.stats().registrations == len(made) + sum(i % 2 for i in made)
+    # It goes on when there is memory again, and all of it can be released.
+    assert register(made[-1] + 1) == 1
+    for i in [*made, made[-1] + 1]:
+        assert library.rf_release(handles[i], 0) == 0
+        if i % 2:
+            assert library.rf_release(handles[i + count // 2], 0) == 0
+    stats = engine.api.stats()
+    assert stats[1:6] == (0, 0, 0, 0, 0)
+    assert stats.unreleased_bytes == 0
+
+
+# ---- 14: errno by luck --------------------------------------------------------------------
+
+
+@both_modes
+@fresh
+def test_14_errno_by_luck(mode):
+    engine, library, error = Rdmafork(mode), c_api(), Error()
+    map_at(PLACE, 2 * PAGE)
+    with pytest.raises(OSError) as caught:
+        engine.register(PLACE, 4 * PAGE)
+    assert caught.value.errno == errno.ENOMEM
+    assert f"nothing is mapped at 0x{PLACE + 2 * PAGE:x}-0x{PLACE + 4 * PAGE:x}" in str(
+        caught.value
+    )
+    with pytest.raises(OverflowError):
+        engine.register(PLACE, 2**64 - 1)
+    with pytest.raises(ValueError):
+        engine.register(-1, 1)
+    with pytest.raises(ValueError):
+        engine.register(PLACE, -1)
+    with pytest.raises(OSError) as caught:
+        engine.api.register_address(PLACE, PAGE, on_fork="wipe")
+    assert caught.value.errno == errno.ENOTSUP
+    with pytest.raises(ValueError):
+        engine.api.register_address(PLACE, PAGE, on_fork="never")
+
+    # In C: a negated errno with a cause, and errno itself is left alone.
+    handle = Handle()
+    for arguments, rc, cause in (
+        ((PLACE, 4 * PAGE, 0, 0), -errno.ENOMEM, 3),
+        ((PLACE, 2**64 - 1, 0, 0), -errno.EOVERFLOW, 1),
+        ((PLACE, PAGE, 0, 1), -errno.ENOTSUP, 2),
+        ((PLACE, PAGE, 0, 9), -errno.EINVAL, 2),
+        ((PLACE, PAGE, 0, 0), 1, 0),
+    ):
+        ctypes.set_errno(77)
+        assert library.rf_register(*arguments, handle, error) == rc
+        assert (error.cause, ctypes.get_errno()) == (cause, 77)
+    assert library.rf_release(handle, 0) == 0
+    assert library.rf_release(handle, 0) == -errno.ESTALE
+    assert ctypes.get_errno() == 77
+    assert marked(PLACE, 2 * PAGE) == []
+
+
+@fresh
+def test_14_what_cannot_be_marked_is_said():
+    """A device's mapping refuses MADV_DOFORK, a sealed one all advice: errno and range."""
+    engine = Rdmafork("eager")
+    _memory, address = private_map(4 * PAGE)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(462, ctypes.c_void_p(address + PAGE), ctypes.c_size_t(PAGE), 0):
+        pytest.skip(f"no mseal() here: {os.strerror(ctypes.get_errno())}")
+    try:
+        registration = engine.register(address, 4 * PAGE)
+    except OSError as error:
+        assert error.errno == errno.EPERM
+        assert f"0x{address:x}-0x{address + 4 * PAGE:x}" in str(error)
+        assert marked(address, 4 * PAGE) == []
+    else:  # sealing forbids only advice that loses data
+        assert marked(address, 4 * PAGE) == pages(address, 4)
+        registration.close()
+        assert marked(address, 4 * PAGE) == []
+
+
+# ---- 15: "disabled" on kernels that copy --------------------------------------------------
+
+
+def false_negative(name, mode):
+    major, minor = map(int, os.uname().release.split(".")[:2])
+    if (major, minor) < (5, 12):
+        pytest.skip("before 5.12 no kernel copies")
+    assert ENGINES[name](None).status() == 2
+
+
+def test_15_false_negative():
+    run(false_negative, "rdmafork", None)
+
+
+# ---- 21: shared memory is marked ----------------------------------------------------------
+
+
+def shared_memory_marked(name, mode):
+    engine = ENGINES[name](mode)
+    memory, address = shared_map(4 * PAGE)
+    registration = engine.register(address, 4 * PAGE)
+
+    def in_child():
+        memory[PAGE : PAGE + 5] = b"child"
+        return bytes(memory[:5])
+
+    memory[:5] = b"early"
+    assert child(in_child) == b"early"
+    assert memory[PAGE : PAGE + 5] == b"child"
+    assert "dc" not in vm_flags(address)
+    registration.close()
+
+
+@both_modes
+def test_21_shared_memory_marked(mode):
+    run(shared_memory_marked, "rdmafork", mode)
+
+
+@both_modes
+@fresh
+def test_21_multiprocessing_shared_memory(mode):
+    from multiprocessing.shared_memory import SharedMemory
+
+    engine = Rdmafork(mode)
+    shared = SharedMemory(create=True, size=4 * PAGE)
+    try:
+        with engine.api.register(shared.buf):
+            assert child(shared.buf.__setitem__, 5, 77) is None
+            assert shared.buf[5] == 77
+            (listed,) = engine.api.protected_ranges()
+            assert listed.protected_by == "shared"
+    finally:
+        shared.unlink()
+        shared.close()
+
+
+# ---- the same with libibverbs --------------------------------------------------------------
+
+
+PROOFS = [
+    pytest.param(refcount_poisoning, None, id="01"),
+    pytest.param(half_applied_failure, None, id="02"),
+    pytest.param(unbalanced_release, None, id="03"),
+    pytest.param(mapped_anew, None, id="04"),
+    pytest.param(moved_and_registered_again, None, id="04-moved"),
+    pytest.param(inherited_counts, None, id="05"),
+    pytest.param(lock_held_at_fork, None, id="06"),
+    pytest.param(page_sharing, None, id="07"),
+    pytest.param(mixed_page_sizes, None, id="08"),
+    pytest.param(mixed_page_sizes, "1", id="08-hugepages-safe"),
+    pytest.param(pid_namespace, "1", id="09"),
+    pytest.param(address_wrap, None, id="11"),
+    pytest.param(false_negative, None, id="15"),
+    pytest.param(shared_memory_marked, None, id="21"),
+]
+
+
+def tracks():
+    """Why this machine's libibverbs cannot show its defects, or None."""
+    try:
+        engine = Libibverbs()
+    except OSError as error:
+        return f"libibverbs is not installed: {error}"
+    _memory, address = private_map(PAGE)
+    engine.register(address, PAGE)
+    if marked(address, PAGE):
+        return None
+    return "this libibverbs does nothing on this kernel"
+
+
+@pytest.mark.parametrize(("scenario", "variable"), PROOFS)
+def test_it_goes_wrong_with_libibverbs(scenario, variable):
+    if scenario is pid_namespace:
+        needs_unshare()
+    why = run(tracks)
+    if why:
+        pytest.skip(why)
+    prefix = UNSHARE if scenario is pid_namespace else ()
+    env = {"RDMAV_HUGEPAGES_SAFE": variable}
+    with pytest.raises((AssertionError, OSError)) as caught:
+        run(scenario, "libibverbs", "its own", env=env, prefix=prefix, timeout=60)
+    print(caught.value)

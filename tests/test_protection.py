@@ -1,0 +1,1238 @@
+"""What a fork does to registered memory: each promise, from the child's side too."""
+
+import ctypes
+import errno
+import gc
+import inspect
+import itertools
+import mmap
+import os
+import signal
+import struct
+import warnings
+import weakref
+
+import pytest
+from conftest import (
+    HUGE,
+    PAGE,
+    child,
+    fork_once,
+    fresh,
+    huge_map,
+    libc,
+    map_at,
+    marked,
+    private_map,
+    read,
+    run,
+    shared_map,
+    smaps,
+    unmap,
+    write,
+)
+
+import rdmafork
+from rdmafork import register, register_address, stats
+
+MODES = ["lazy", "eager"]
+both_modes = pytest.mark.parametrize("mode", MODES)
+trusted = pytest.mark.skipif(
+    not rdmafork.kernel_info().copy_on_fork_trusted,
+    reason="the kernel's copying at fork cannot be trusted: whole pages go, eagerly",
+)
+PLACE = 0x30_0000_0000  # low, where the kernel puts nothing of its own
+
+
+def pages(start, count):
+    return [start + i * PAGE for i in range(count)]
+
+
+def protections():
+    return [(r.start, r.end, r.registrations, r.protected_by) for r in rdmafork.protected_ranges()]
+
+
+class Owner:
+    pass
+
+
+# ---- lazy: nothing before a fork ----------------------------------------------------------
+
+
+@fresh
+def test_lazy_marks_at_the_fork_and_unmarks_at_close():
+    rdmafork.fork_init("lazy")
+    memory, address = private_map(8 * PAGE)
+    registration = register(memory)
+    assert registration.protected
+    assert marked(address, 8 * PAGE) == []
+    assert protections() == [(address, address + 8 * PAGE, 1, "pending")]
+    assert stats().pending == 1
+    assert child(read, address) == signal.SIGSEGV
+    assert marked(address, 8 * PAGE) == pages(address, 8)
+    assert protections() == [(address, address + 8 * PAGE, 1, "advice")]
+    assert stats().pending == 0
+    registration.close()
+    assert marked(address, 8 * PAGE) == []
+    assert child(read, address) == b"\0"
+
+
+@fresh
+def test_what_was_never_registered_at_a_fork_costs_no_system_call(tmp_path):
+    rdmafork.fork_init("lazy")
+    memory, _ = private_map(8 * PAGE)
+    keep = register(memory)
+    before = stats()
+    for size in range(1, 2000):
+        register(memory).close()
+        register_address(0x1000, size, owner=memory).close()
+        with register(bytearray(size)):
+            pass
+    after = stats()
+    assert after.madvise_calls == before.madvise_calls == 0
+    assert after.query_calls == before.query_calls
+    assert after.ranges == 0
+    fork_once()
+    assert stats().marked_bytes == len(memory)
+    keep.close()
+
+
+@fresh
+def test_a_registration_after_a_fork_waits_for_the_next():
+    rdmafork.fork_init("lazy")
+    memory, address = private_map(16 * PAGE)
+    first = register(memoryview(memory)[: 4 * PAGE])
+    fork_once()
+    second = register(memoryview(memory)[8 * PAGE : 12 * PAGE])
+    assert marked(address, 16 * PAGE) == pages(address, 4)
+    calls = stats().madvise_calls
+    fork_once()
+    assert marked(address, 16 * PAGE) == pages(address, 4) + pages(address + 8 * PAGE, 4)
+    # What is marked stays marked: the next forks do nothing.
+    assert stats().madvise_calls > calls
+    calls = stats()
+    for _ in range(3):
+        fork_once()
+    assert stats()[11:13] == calls[11:13]
+    first.close()
+    second.close()
+    assert marked(address, 16 * PAGE) == []
+
+
+# ---- eager ---------------------------------------------------------------------------------
+
+
+@fresh
+def test_eager_marks_before_register_returns():
+    rdmafork.fork_init("eager")
+    memory, address = private_map(8 * PAGE)
+    with register(memoryview(memory)[PAGE : 3 * PAGE]):
+        assert marked(address, 8 * PAGE) == pages(address + PAGE, 2)
+        assert protections() == [(address + PAGE, address + 3 * PAGE, 1, "advice")]
+        assert stats().pending == 0
+    assert marked(address, 8 * PAGE) == []
+
+
+@both_modes
+@fresh
+def test_memory_nobody_holds_is_marked_at_once(mode):
+    rdmafork.fork_init(mode)
+    _memory, address = private_map(8 * PAGE)
+    registration = register_address(address + PAGE, 2 * PAGE)
+    assert marked(address, 8 * PAGE) == pages(address + PAGE, 2)
+    registration.close()
+    assert marked(address, 8 * PAGE) == []
+
+
+# ---- what a child keeps --------------------------------------------------------------------
+
+
+@trusted
+@both_modes
+@fresh
+def test_the_child_keeps_every_byte_that_was_not_registered(mode):
+    rdmafork.fork_init(mode)
+    memory, address = private_map(16 * PAGE)
+    memory[:] = bytes(i * 7 % 251 for i in range(16 * PAGE))
+    spans = [(100, 164), (PAGE - 1, PAGE + 1), (3 * PAGE + 8, 6 * PAGE - 8), (8 * PAGE, 9 * PAGE)]
+    spans += [(10 * PAGE, 10 * PAGE + 1), (12 * PAGE - 1, 13 * PAGE), (14 * PAGE, 16 * PAGE - 1)]
+    registrations = [register(memoryview(memory)[a:b]) for a, b in spans]
+    fork_once()
+    filled = [a for s, e in spans for a in range(s + -s % PAGE, e - PAGE + 1, PAGE)]
+    assert marked(address, 16 * PAGE) == [address + a for a in filled]
+
+    def kept():
+        """All the bytes of the pages there are."""
+        return b"".join(memory[a : a + PAGE] for a in range(0, 16 * PAGE, PAGE) if a not in filled)
+
+    assert child(kept) == kept()
+    for a in filled:
+        assert child(read, address + a) == signal.SIGSEGV
+        assert child(read, address + a + PAGE - 1) == signal.SIGSEGV
+    del registrations[:]
+    gc.collect()
+    assert marked(address, 16 * PAGE) == []
+    assert child(bytes, memory) == bytes(memory)
+
+
+@both_modes
+@fresh(env={"RDMAFORK_EDGES": "whole"})
+def test_whole_edges(mode):
+    rdmafork.fork_init(mode)
+    memory, address = private_map(8 * PAGE)
+    registrations = [
+        register(memoryview(memory)[PAGE + 100 : PAGE + 164]),
+        register(memoryview(memory)[3 * PAGE - 1 : 3 * PAGE + 1]),
+    ]
+    if mode == "eager":
+        assert marked(address, 8 * PAGE) == pages(address + PAGE, 3)
+    fork_once()
+    assert marked(address, 8 * PAGE) == pages(address + PAGE, 3)
+    assert child(read, address + PAGE) == signal.SIGSEGV
+    assert {p[3] for p in protections()} == {"advice"}
+    for registration in registrations:
+        registration.close()
+    assert marked(address, 8 * PAGE) == []
+
+
+@trusted
+@both_modes
+@fresh
+def test_a_page_two_registrations_fill_together_is_the_kernel_s(mode):
+    rdmafork.fork_init(mode)
+    memory, address = private_map(4 * PAGE)
+    halves = [
+        register(memoryview(memory)[PAGE : PAGE + 2000]),
+        register(memoryview(memory)[PAGE + 2000 : 2 * PAGE]),
+    ]
+    fork_once()
+    assert marked(address, 4 * PAGE) == []
+    assert protections() == [(address + PAGE, address + 2 * PAGE, 2, "kernel")]
+    assert len(halves) == 2
+
+
+def physical(address):
+    """The page frame behind an address, for root."""
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        file.seek(address // PAGE * 8)
+        entry = struct.unpack("=Q", file.read(8))[0]
+    return entry & (1 << 55) - 1 if entry >> 63 else 0
+
+
+@both_modes
+@fresh
+def test_the_parent_s_pages_stay_where_they_are(mode):
+    """The point of it all: a fork and a write afterwards give the parent no other page."""
+    rdmafork.fork_init(mode)
+    memory, address = private_map(16 * PAGE)
+    libc.madvise(address, 16 * PAGE, 15)  # MADV_NOHUGEPAGE, where there are such
+    memory[:] = b"x" * len(memory)
+    if not physical(address):
+        pytest.skip("page frames are shown to root alone")
+    registration = register(memoryview(memory)[4 * PAGE : 12 * PAGE])
+    before = [physical(a) for a in pages(address, 16)]
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.read(reading, 1)
+        os._exit(0)
+    memory[:] = b"y" * len(memory)
+    after = [physical(a) for a in pages(address, 16)]
+    os.write(writing, b"x")
+    os.waitpid(pid, 0)
+    assert after[4:12] == before[4:12]
+    assert all(
+        a != b for a, b in zip(after[:4] + after[12:], before[:4] + before[12:], strict=True)
+    )
+    registration.close()
+
+
+# ---- shared memory -------------------------------------------------------------------------
+
+
+@both_modes
+@pytest.mark.parametrize("edges", ["", "whole"])
+def test_shared_memory_is_the_child_s_too(mode, edges):
+    run(shared_memory, mode, env={"RDMAFORK_EDGES": edges})
+
+
+def shared_memory(mode):
+    rdmafork.fork_init(mode)
+    memory, address = shared_map(8 * PAGE)
+    registrations = [
+        register(memory),
+        register(memoryview(memory)[100:5000]),
+        register_address(address + PAGE, 2 * PAGE),
+    ]
+
+    def in_child():
+        memory[PAGE + 5] = 77
+        return memory[100]
+
+    memory[100] = 7
+    for _ in range(2):
+        assert child(in_child) == 7
+        assert memory[PAGE + 5] == 77
+        memory[PAGE + 5] = 0
+        assert marked(address, 8 * PAGE) == []
+    assert {p[3] for p in protections()} == {"shared"}
+    assert stats().marked_bytes == stats().left_bytes == 0
+    for registration in registrations:
+        registration.close()
+
+
+@both_modes
+@fresh
+def test_shared_files_and_memfd(mode, tmp_path):
+    rdmafork.fork_init(mode)
+    fd = os.memfd_create("rdmafork")
+    os.ftruncate(fd, 4 * PAGE)
+    (tmp_path / "file").write_bytes(bytes(4 * PAGE))
+    with open(tmp_path / "file", "r+b") as file:
+        maps = [mmap.mmap(fd, 4 * PAGE), mmap.mmap(file.fileno(), 4 * PAGE)]
+    for memory in maps:
+        with register(memory):
+            assert child(memory.__setitem__, PAGE, 77) is None
+            assert memory[PAGE] == 77
+            assert {p[3] for p in protections()} == {"shared"}
+
+
+@both_modes
+@fresh
+def test_private_and_shared_side_by_side(mode):
+    rdmafork.fork_init(mode)
+    map_at(PLACE, 12 * PAGE)
+    map_at(PLACE + 4 * PAGE, 4 * PAGE, shared=True)
+    registration = register_address(PLACE + PAGE, 10 * PAGE, owner=Owner())
+    assert child(write, PLACE + 5 * PAGE, b"child") is None
+    assert read(PLACE + 5 * PAGE, 5) == b"child"
+    expected = pages(PLACE + PAGE, 3) + pages(PLACE + 8 * PAGE, 3)
+    assert marked(PLACE, 12 * PAGE) == expected
+    assert protections() == [
+        (PLACE + PAGE, PLACE + 4 * PAGE, 1, "advice"),
+        (PLACE + 4 * PAGE, PLACE + 8 * PAGE, 1, "shared"),
+        (PLACE + 8 * PAGE, PLACE + 11 * PAGE, 1, "advice"),
+    ]
+    registration.close()
+    assert marked(PLACE, 12 * PAGE) == []
+
+
+@fresh
+def test_edges_of_shared_and_of_unmapped_memory_are_told_apart():
+    rdmafork.fork_init("lazy")
+    map_at(PLACE, 2 * PAGE)
+    registration = register_address(PLACE + PAGE + 8, 64)
+    unmap(PLACE + PAGE, PAGE)
+    map_at(PLACE + 2 * PAGE, 2 * PAGE, shared=True)
+    other = register_address(PLACE + 2 * PAGE + 8, 64)
+    fork_once()
+    assert protections()[-1] == (PLACE + 2 * PAGE, PLACE + 3 * PAGE, 1, "shared")
+    registration.close()
+    other.close()
+
+
+@both_modes
+@fresh
+def test_a_failed_registration_leaves_what_is_known_of_others(mode):
+    rdmafork.fork_init(mode)
+    map_at(PLACE, 4 * PAGE, shared=True)
+    registration = register_address(PLACE, 4 * PAGE, owner=Owner())
+    fork_once()
+    with pytest.raises(OSError):
+        register_address(PLACE, 8 * PAGE)
+    fork_once()
+    assert protections() == [(PLACE, PLACE + 4 * PAGE, 1, "shared")]
+    assert stats().left_bytes == stats().unreleased_bytes == 0
+    registration.close()
+    assert stats().ranges == 0
+
+
+# ---- memory is held ------------------------------------------------------------------------
+
+
+@both_modes
+@fresh
+def test_registered_memory_cannot_be_resized_or_freed(mode):
+    rdmafork.fork_init(mode)
+    array = bytearray(4 * PAGE)
+    memory, _ = private_map(4 * PAGE)
+    registrations = [register(array), register(memory)]
+    for change in (array.clear, lambda: array.extend(b"x"), array.pop, memory.close):
+        with pytest.raises(BufferError):
+            change()
+    with pytest.raises(BufferError):
+        memory.resize(8 * PAGE)
+    for registration in registrations:
+        registration.close()
+    array.extend(b"x")
+    memory.resize(8 * PAGE)
+    memory.close()
+
+
+@both_modes
+@fresh
+def test_the_buffer_lives_as_long_as_its_registration(mode):
+    class Memory(bytearray):
+        pass
+
+    rdmafork.fork_init(mode)
+    memory = Memory(8 * PAGE)
+    seen = weakref.ref(memory)
+    registration = register(memory)
+    assert registration.obj is memory
+    del memory
+    gc.collect()
+    assert seen() is registration.obj
+    registration.close()
+    gc.collect()
+    assert seen() is None
+    owner = Owner()
+    seen = weakref.ref(owner)
+    registration = register_address(PLACE, 0, owner=owner)
+    del owner
+    assert seen() is registration.obj
+    del registration
+    gc.collect()
+    assert seen() is None
+
+
+@both_modes
+@fresh
+def test_a_registration_that_is_dropped_is_closed(mode):
+    rdmafork.fork_init(mode)
+    memory, address = private_map(4 * PAGE)
+    register(memory)
+    assert stats().registrations == 0
+    registration = register(memory)
+    fork_once()
+    assert marked(address, 4 * PAGE) == pages(address, 4)
+    ring = [registration]
+    ring.append(ring)
+    del registration, ring
+    gc.collect()
+    assert marked(address, 4 * PAGE) == []
+    memory.resize(8 * PAGE)
+
+
+@both_modes
+@fresh
+def test_closing_twice_and_using_after_closing(mode):
+    rdmafork.fork_init(mode)
+    memory, address = private_map(4 * PAGE)
+    with register(memory) as registration:
+        assert (registration.obj, registration.address, registration.nbytes) == (
+            memory,
+            address,
+            4 * PAGE,
+        )
+        assert registration.on_fork == "omit"
+        assert not registration.closed
+        assert not registration.inherited
+        assert "protected" in repr(registration)
+    assert registration.closed
+    registration.close()
+    for name in ("obj", "address", "nbytes", "on_fork", "protected"):
+        with pytest.raises(ValueError, match="closed"):
+            getattr(registration, name)
+    with pytest.raises(ValueError, match="closed"), registration:
+        pass
+    assert "closed" in repr(registration)
+
+
+@both_modes
+@fresh
+def test_registrations_overlap(mode):
+    rdmafork.fork_init(mode)
+    memory, address = private_map(32 * PAGE)
+    spans = [(0, 16), (8, 24), (8, 24), (12, 13), (0, 32), (20, 32)]
+    live = {}
+    for index, (start, end) in enumerate(spans):
+        live[index] = register(memoryview(memory)[start * PAGE : end * PAGE])
+    fork_once()
+    counts = [sum(s <= i < e for s, e in spans) for i in range(32)]
+    listed = {
+        page: r.registrations
+        for r in rdmafork.protected_ranges()
+        for page in range(r.start, r.end, PAGE)
+    }
+    assert [listed[a] for a in pages(address, 32)] == counts
+    for index in (4, 1, 3, 0, 5, 2):
+        live.pop(index).close()
+        left = [spans[i] for i in live]
+        expected = [address + i * PAGE for i in range(32) if any(s <= i < e for s, e in left)]
+        assert marked(address, 32 * PAGE) == expected
+    assert stats().ranges == 0
+
+
+@both_modes
+@fresh
+def test_memory_given_back_is_ordinary(mode):
+    """Also for children no handler sees."""
+    rdmafork.fork_init(mode)
+    array = bytearray(1 << 20)
+    registration = register(array)
+    fork_once()
+    registration.close()
+    assert child(bytes, array) == bytes(array)
+    vmas = len(smaps())
+    for _ in range(50):
+        with register(array):
+            fork_once()
+    assert len(smaps()) <= vmas + 2
+
+
+@fresh
+def test_marks_do_not_leave_mappings_split():
+    """Pages first touched between marked neighbours merge with them again."""
+    rdmafork.fork_init("lazy")
+    map_at(PLACE, 400 * PAGE)
+    before = len(smaps())
+    registrations = [
+        register_address(PLACE + i * PAGE, PAGE, owner=Owner()) for i in range(1, 400, 2)
+    ]
+    fork_once()
+    assert len(smaps()) >= before + 390
+    write(PLACE, bytes([1]) * 400 * PAGE)
+    for registration in registrations:
+        registration.close()
+    assert len(smaps()) <= before + 2
+
+
+# ---- within a fork -------------------------------------------------------------------------
+
+WINDOW = """
+    import ctypes, os, sys
+    from conftest import *
+
+    # Registered before the engine is loaded, so the engine's own prepare handler runs first.
+    def prepare():
+        if "rdmafork" in sys.modules:
+            events.append("prepare")
+            seen.update(actions["prepare"]())
+
+    def parent():
+        if "rdmafork" in sys.modules:
+            seen.update(actions["parent"]())
+
+    events, seen = [], {}
+    HANDLER = ctypes.CFUNCTYPE(None)
+    handlers = [HANDLER(prepare), HANDLER(parent), HANDLER()]
+    assert libc.__register_atfork(*handlers, None) == 0
+    import rdmafork
+
+    rdmafork.fork_init(args[0])
+    memory, address = private_map(16 * PAGE)
+    other, elsewhere = private_map(16 * PAGE)
+    shared, shared_at = shared_map(4 * PAGE)
+    early = rdmafork.register(memoryview(memory)[:4 * PAGE])
+    gone = rdmafork.register(memoryview(other)[:4 * PAGE])
+    fork_once() if args[0] == "lazy" else None
+
+    def in_prepare():
+        gone.close()
+        late = rdmafork.register(memoryview(memory)[8 * PAGE:12 * PAGE])
+        edge = rdmafork.register(memoryview(memory)[14 * PAGE + 8:14 * PAGE + 64])
+        common = rdmafork.register(shared)
+        return dict(late=late, edge=edge, common=common, marks=marked(address, 16 * PAGE))
+
+    def in_parent():
+        return dict(after=rdmafork.register(memoryview(other)[8 * PAGE:12 * PAGE]))
+
+    actions = dict(prepare=lambda: {}, parent=lambda: {})
+    fork_once()
+    actions = dict(prepare=in_prepare, parent=in_parent)
+    found = []
+    pid = os.fork()
+    if not pid:
+        shared[5] = 77
+        missing = [i for i in range(16) if not is_mapped(address + i * PAGE)]
+        os._exit(0 if missing == [0, 1, 2, 3, 8, 9, 10, 11] and other[0] == 0 else 1)
+    status = os.waitpid(pid, 0)[1]
+    actions = dict(prepare=lambda: {}, parent=lambda: {})
+    marks = [(a - address) // PAGE for a in seen.pop("marks")]
+    late_marks = [(a - elsewhere) // PAGE for a in marked(elsewhere, 16 * PAGE)]
+    fork_once()
+    later_marks = [(a - elsewhere) // PAGE for a in marked(elsewhere, 16 * PAGE)]
+    for registration in [*seen.values(), early]:
+        assert registration.protected
+        registration.close()
+    clean = marked(address, 16 * PAGE), marked(elsewhere, 16 * PAGE), rdmafork.stats().ranges
+    (status, shared[5], marks, late_marks, later_marks, clean)
+"""
+
+
+@both_modes
+def test_registered_and_released_within_the_fork(mode):
+    """By other libraries' fork handlers, after the engine's own has run."""
+    status, byte, marks, late_marks, later_marks, clean = run(inspect.cleandoc(WINDOW), mode)
+    assert marks == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert status == 0, "the child has what was registered in the window, or has lost more"
+    assert byte == 77
+    assert late_marks == later_marks == [8, 9, 10, 11]
+    assert clean == ([], [], 0)
+
+
+@both_modes
+@fresh
+def test_one_unmapped_range_does_not_spoil_the_fork(mode):
+    """What nobody held, and was unmapped, is refused by madvise(); all others must be marked."""
+    rdmafork.fork_init(mode)
+    map_at(PLACE, 64 * PAGE)
+    map_at(PLACE + PAGE, PAGE, shared=True)
+    unheld = [register_address(PLACE + PAGE, PAGE)]
+    held = register_address(PLACE + PAGE, PAGE, owner=Owner())
+    fork_once()
+    held.close()
+    map_at(PLACE + PAGE, PAGE)
+    unheld.append(register_address(PLACE + PAGE, PAGE))
+    rdmafork.protected_ranges()  # which asks what is mapped
+    unmap(PLACE + PAGE, PAGE)
+    others = [register_address(PLACE + (8 + 2 * i) * PAGE, PAGE, owner=Owner()) for i in range(20)]
+    fork_once()
+    expected = [PLACE + (8 + 2 * i) * PAGE for i in range(20)]
+    assert marked(PLACE, 64 * PAGE) == expected
+    assert stats().pending == 0
+    del unheld[:], others[:]
+    assert marked(PLACE, 64 * PAGE) == []
+
+
+@pytest.mark.parametrize("shape", ["apart", "touching", "same"])
+@fresh
+def test_a_broken_promise_to_hold_spoils_nothing_else(shape):
+    """An owner that lets its memory be unmapped harms its own registration alone."""
+    rdmafork.fork_init("lazy")
+    map_at(PLACE, 64 * PAGE)
+    broken = register_address(PLACE + 8 * PAGE, 4 * PAGE, owner=Owner())
+    first = {"apart": 14, "touching": 12, "same": 10}[shape]
+    others = [register_address(PLACE + first * PAGE, 4 * PAGE, owner=Owner())]
+    others += [register_address(PLACE + i * PAGE, PAGE, owner=Owner()) for i in range(20, 40, 2)]
+    unmap(PLACE + 8 * PAGE, 2 * PAGE)
+    for _ in range(2):
+        fork_once()
+        expected = sorted(
+            {*pages(PLACE + 10 * PAGE, 2), *pages(PLACE + first * PAGE, 4)}
+            | {PLACE + i * PAGE for i in range(20, 40, 2)}
+        )
+        found = marked(PLACE, 64 * PAGE)
+        # Its own part that is left may stay the kernel's to copy.
+        assert set(found) >= set(expected) - set(pages(PLACE + 10 * PAGE, 2))
+        assert set(found) <= set(expected)
+    broken.close()
+    del others[:]
+    assert marked(PLACE, 64 * PAGE) == []
+
+
+@fresh
+def test_no_more_than_half_of_the_mappings():
+    """20 000 pages apart would take 40 000 mappings: what is over is left to the kernel."""
+    count = 20_000
+    limit = rdmafork.kernel_info().max_map_count
+    if limit > 70_000:
+        pytest.skip(f"vm.max_map_count is {limit}: too many pages would be needed")
+    rdmafork.fork_init("lazy")
+    map_at(PLACE, 2 * count * PAGE, flags=0x4000)
+    map_at(PLACE + (1 << 40), 64 * PAGE)
+    registrations = [
+        register_address(PLACE + 2 * i * PAGE, PAGE, owner=Owner()) for i in range(count)
+    ]
+    large = register_address(PLACE + (1 << 40), 64 * PAGE, owner=Owner())
+    fork_once()
+    numbers = stats()
+    assert numbers.vma_budget == limit // 2
+    assert numbers.vmas <= numbers.vma_budget
+    assert numbers.left_ranges > 0
+    assert numbers.left_ranges + numbers.marked_ranges == count + 1
+    assert len(smaps()) < limit * 0.6
+    # The longest first: they cost the kernel most.
+    assert marked(PLACE + (1 << 40), 64 * PAGE) == pages(PLACE + (1 << 40), 64)
+    kinds = [p[3] for p in protections()]
+    assert kinds.count("kernel") == numbers.left_ranges
+    assert bytearray(1 << 22)  # malloc still works
+    # What is given back is for others to have.
+    for registration in registrations[::2]:
+        registration.close()
+    del registrations[::2]
+    fork_once()
+    assert stats().left_ranges == 0
+    assert stats().marked_ranges == len(registrations) + 1
+    large.close()
+    del registrations[:]
+    numbers = stats()
+    assert numbers[1:6] == (0, 0, 0, 0, 0)
+    assert len(smaps()) < 1000
+
+
+# ---- what can be registered ----------------------------------------------------------------
+
+
+class Tensor:
+    """Something with __dlpack__ and nothing else, around a numpy array."""
+
+    def __init__(self, array, device=(1, 0)):
+        self.array = array
+        self.device = device
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.device
+
+
+@both_modes
+@fresh
+def test_tensors_through_dlpack(mode):
+    np = pytest.importorskip("numpy")
+    rdmafork.fork_init(mode)
+    base = np.zeros((64, 1024), dtype="f4")
+    for array in (base, base.T, base[8:32], base[3], base.reshape(4, 16, 1024), base[:, :1][:1]):
+        tensor = Tensor(array)
+        registration = register(tensor)
+        assert registration.obj is tensor
+        assert registration.address == array.__array_interface__["data"][0]
+        assert registration.nbytes == array.nbytes
+        registration.close()
+    registration = register(Tensor(base))
+    fork_once()
+    address = base.__array_interface__["data"][0]
+    filled = range(address + -address % PAGE, address + base.nbytes - PAGE + 1, PAGE)
+    if rdmafork.kernel_info().copy_on_fork_trusted:
+        assert marked(address, base.nbytes) == list(filled)
+    assert child(read, filled[3]) == signal.SIGSEGV
+    registration.close()
+    assert child(read, filled[3]) == b"\0"
+    assert register(Tensor(np.zeros((0, 5)))).nbytes == 0
+
+
+@fresh
+def test_a_tensor_s_memory_lives_as_long_as_its_registration():
+    np = pytest.importorskip("numpy")
+    rdmafork.fork_init()
+    array = np.zeros(100_000)
+    seen = weakref.ref(array)
+    registration = register(Tensor(array))
+    address = registration.address
+    del array
+    gc.collect()
+    assert seen() is not None
+    assert registration.obj.array.__array_interface__["data"][0] == address
+    registration.close()
+    gc.collect()
+    assert seen() is None
+
+
+@fresh
+def test_tensors_that_cannot_be_registered():
+    np = pytest.importorskip("numpy")
+    rdmafork.fork_init()
+    array = np.zeros((8, 8))
+    for device, name in (((2, 0), "cuda:0"), ((2, 3), "cuda:3"), ((10, 1), "rocm:1")):
+        with pytest.raises(TypeError, match=name):
+            register(Tensor(array, device))
+    with pytest.raises(TypeError, match="99"):
+        register(Tensor(array, (99, 0)))
+    repeated = np.lib.stride_tricks.as_strided(array, (4, 8), (0, 8))
+    for strided in (array[:, ::2], array[::2], array[:, :3], array[::-1], repeated):
+        with pytest.raises(BufferError, match="contiguous"):
+            register(Tensor(strided))
+    for thing in (object(), 5, "text", None, [1, 2], rdmafork):
+        with pytest.raises(TypeError, match=type(thing).__name__):
+            register(thing)
+    assert stats().registrations == 0
+
+
+@fresh
+def test_torch_tensors():
+    torch = pytest.importorskip("torch")
+    rdmafork.fork_init()
+    tensor = torch.zeros(64, 1024)
+    with register(tensor) as registration:
+        assert registration.address == tensor.data_ptr()
+        assert registration.nbytes == 64 * 1024 * 4
+        assert registration.obj is tensor
+    with pytest.raises(BufferError):
+        register(tensor[:, ::2])
+
+
+@both_modes
+@fresh
+def test_buffers_of_all_kinds(mode, tmp_path):
+    np = pytest.importorskip("numpy")
+    rdmafork.fork_init(mode)
+    (tmp_path / "file").write_bytes(b"f" * 3 * PAGE)
+    with open(tmp_path / "file", "rb") as file:
+        read_only = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        private = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    array = np.arange(24 * 4096, dtype="i4").reshape(8, 12, 1024)
+    fixed = np.arange(100_000)
+    fixed.flags.writeable = False
+    whole = bytearray(10 * PAGE)
+    buffers = [
+        b"bytes" * 10_000,
+        whole,
+        memoryview(whole)[100:-100],
+        memoryview(whole)[::-1][:1],
+        memoryview(whole).cast("I"),
+        memoryview(whole).cast("B", (10, PAGE)),
+        array,
+        np.asfortranarray(array[:, :, 0]),
+        array.T,
+        array[3:5],
+        np.zeros((5, 1, 3))[:, :, :],
+        fixed,
+        np.zeros(1000, dtype=[("a", "i2"), ("b", "f8")]),
+        np.float64(1.5),
+        (ctypes.c_long * 3000)(),
+        read_only,
+        private,
+    ]
+    registrations = []
+    for buffer in buffers:
+        registration = register(buffer)
+        view = memoryview(buffer)
+        assert registration.nbytes == view.nbytes
+        pointer = np.frombuffer(buffer, "u1") if view.c_contiguous else buffer
+        assert registration.address == pointer.__array_interface__["data"][0]
+        assert registration.protected
+        registrations.append(registration)
+    fork_once()
+    assert child(len, b"x") == 1
+    for registration in registrations:
+        registration.close()
+    assert stats()[1:6] == (0, 0, 0, 0, 0)
+    for strided in (array[:, ::2], memoryview(whole)[::2], array.transpose(1, 0, 2)):
+        with pytest.raises(BufferError, match="contiguous"):
+            register(strided)
+    with pytest.raises(ValueError):
+        memory, _ = private_map(PAGE)
+        memory.close()
+        register(memory)
+    assert stats().registrations == 0
+
+
+@both_modes
+@fresh
+def test_a_read_only_mapping_is_protected_too(mode):
+    rdmafork.fork_init(mode)
+    memory = mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=1)
+    with register(memory) as registration:
+        assert child(read, registration.address) == signal.SIGSEGV
+
+
+@both_modes
+@fresh
+def test_empty_buffers(mode):
+    rdmafork.fork_init(mode)
+    for buffer in (b"", bytearray(), memoryview(b"")):
+        with register(buffer) as registration:
+            assert registration.nbytes == 0
+            assert registration.protected
+            assert protections() == []
+            fork_once()
+            assert protections() == []
+    array = bytearray()
+    with register(array), pytest.raises(BufferError):
+        array.append(1)
+    for address in (0, 1, 2**64 - 1, PLACE):
+        try:
+            register_address(address, 0).close()
+        except OverflowError:
+            assert address == 2**64 - 1
+    assert stats()[1:7] == (0, 0, 0, 0, 0, 0)
+
+
+@fresh
+def test_arguments_that_mean_nothing():
+    rdmafork.fork_init()
+    for arguments in ((-1, 5), (5, -1)):
+        with pytest.raises(ValueError):
+            register_address(*arguments)
+    for arguments in ((2**64, 1), (2**64 - 1, 2), (1, 2**64), (2**70, 0), (0, 2**70)):
+        with pytest.raises(OverflowError):
+            register_address(*arguments)
+    for arguments in (("5", 5), (5.0, 5), (None, 1)):
+        with pytest.raises(TypeError):
+            register_address(*arguments)
+    with pytest.raises(TypeError):
+        rdmafork.Registration()
+    with pytest.raises(TypeError):
+        register(b"x", "omit")
+    with pytest.raises(ValueError, match="lazy"):
+        rdmafork.fork_init("sometimes")
+    for on_fork in ("wipe", "keep"):
+        with pytest.raises(OSError) as caught:
+            register(b"x" * 100, on_fork=on_fork)
+        assert caught.value.errno == errno.ENOTSUP
+    for on_fork in ("", None, 1, "OMIT"):
+        with pytest.raises(ValueError):
+            register(b"x" * 100, on_fork=on_fork)
+    with register(b"x" * 100, on_fork="".join(["om", "it"])) as registration:
+        assert registration.on_fork == "omit"
+
+
+@fresh
+def test_a_registration_cannot_be_copied():
+    import copy
+    import pickle
+
+    rdmafork.fork_init()
+    with register(bytearray(100)) as registration:
+        for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError):
+                attempt(registration)
+
+
+# ---- huge pages ----------------------------------------------------------------------------
+
+
+@both_modes
+@pytest.mark.parametrize("edges", ["", "whole"])
+def test_a_few_bytes_of_a_huge_page_take_all_of_it(mode, edges, hugepages):
+    hugepages(3)
+    run(few_bytes_of_a_huge_page, mode, env={"RDMAFORK_EDGES": edges})
+
+
+def few_bytes_of_a_huge_page(mode):
+    rdmafork.fork_init(mode)
+    memory, address = huge_map(3)
+    memory[:] = b"h" * len(memory)
+    registration = register(memoryview(memory)[HUGE + 100 : HUGE + 164])
+    if mode == "lazy":
+        assert marked(address, 3 * HUGE) == []
+    # The pool is used up: one huge page to copy and this fork would fail, were it pinned.
+    assert child(read, address + HUGE + 100) == signal.SIGSEGV
+    assert marked(address, 3 * HUGE) == pages(address + HUGE, 512)
+    assert protections() == [(address + HUGE, address + 2 * HUGE, 1, "advice")]
+    assert child(read, address, 5) == b"hhhhh"
+    registration.close()
+    assert marked(address, 3 * HUGE) == []
+    assert child(read, address + HUGE, 5) == b"hhhhh"
+
+
+@both_modes
+def test_pinned_huge_pages_and_an_empty_pool(mode, hugepages):
+    hugepages(2)
+    run(pinned_huge_pages, mode)
+
+
+def pins(memory):
+    """Long-term pins on the memory, as a device's."""
+    module = pytest.importorskip("rdmafork._pins")
+    why = module.available()
+    if why:
+        pytest.skip(f"no pins here: {why}")
+    return module.Pins(memory)
+
+
+def pinned_huge_pages(mode):
+    rdmafork.fork_init(mode)
+    memory, address = huge_map(2)
+    memory[:] = b"h" * len(memory)
+    with pins(memory):
+        try:
+            pid = os.fork()
+        except OSError as error:
+            assert error.errno == errno.ENOMEM
+        else:
+            if not pid:
+                os._exit(0)
+            os.waitpid(pid, 0)
+            pytest.skip("this kernel does not need huge pages to fork with pinned ones")
+        # A byte in each is enough, and each fork works.
+        with register(memoryview(memory)[HUGE - 1 : HUGE + 1]):
+            assert child(len, "x") == 1
+            assert child(read, address) == signal.SIGSEGV
+            assert child(read, address + 2 * HUGE - 1) == signal.SIGSEGV
+
+
+@both_modes
+def test_huge_pages_of_several_registrations(mode, hugepages):
+    hugepages(4)
+    run(several_registrations_of_huge_pages, mode)
+
+
+def several_registrations_of_huge_pages(mode):
+    rdmafork.fork_init(mode)
+    memory, address = huge_map(4)
+    view = memoryview(memory)
+    spans = [(10, 20), (HUGE - 5, HUGE + 5), (HUGE, 2 * HUGE), (3 * HUGE, 3 * HUGE + PAGE)]
+    for order in itertools.permutations(range(4)):
+        live = {i: register(view[slice(*spans[i])]) for i in order}
+        fork_once()
+        for i in order:
+            expected = {
+                page for k in live for page in range(spans[k][0] // HUGE, -(-spans[k][1] // HUGE))
+            }
+            found = {(a - address) // HUGE for a in marked(address, 4 * HUGE)}
+            assert found == expected, (order, i)
+            live.pop(i).close()
+        assert marked(address, 4 * HUGE) == []
+        assert stats().ranges == 0
+
+
+@both_modes
+def test_shared_huge_pages_are_never_marked(mode, hugepages):
+    hugepages(2)
+    run(shared_huge_pages, mode)
+
+
+def shared_huge_pages(mode):
+    rdmafork.fork_init(mode)
+    memory, address = huge_map(2, shared=True)
+    view = memoryview(memory)
+    live = [register(view[5:10]), register(view[:HUGE]), register(view[HUGE - PAGE : HUGE + PAGE])]
+    live.append(register_address(address + PAGE, PAGE))
+    for _ in range(5):
+        assert child(view.__setitem__, PAGE, 77) is None
+        assert memory[PAGE] == 77
+        memory[PAGE] = 0
+        assert marked(address, 2 * HUGE) == []
+        if live:
+            live.pop(0).close()
+
+
+# ---- modes and the environment -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"),
+    [(None, "lazy"), ("", "lazy"), ("auto", "lazy"), ("lazy", "lazy"), ("eager", "eager")],
+)
+def test_the_environment_chooses_the_mode(value, mode):
+    if mode == "lazy" and value != "lazy" and not rdmafork.kernel_info().copy_on_fork_trusted:
+        mode = "eager"
+    env = {"RDMAFORK_MODE": value}
+    assert run("import rdmafork as r\nr.fork_init()\nr.stats().mode", env=env) == mode
+    # What the program asks for by name it gets.
+    for wish in MODES:
+        code = "import rdmafork as r\nr.fork_init(args[0])\nr.stats().mode"
+        assert run(code, wish, env=env) == wish
+
+
+@pytest.mark.parametrize("name", ["RDMAFORK_MODE", "RDMAFORK_EDGES"])
+def test_a_value_that_means_nothing_is_refused(name):
+    def refused(error):
+        assert error.value.errno == errno.EINVAL
+        assert f"{name}=nonsense" in str(error.value)
+
+    with pytest.raises(OSError) as caught:
+        run("import rdmafork\nrdmafork.fork_init()", env={name: "nonsense"})
+    refused(caught)
+    with pytest.raises(OSError) as caught:
+        env = {name: "nonsense", "RDMAV_FORK_SAFE": "1"}
+        run("import rdmafork\nrdmafork.register(b'x' * 10000)", env=env)
+    refused(caught)
+
+
+@pytest.mark.parametrize("name", ["RDMAV_FORK_SAFE", "IBV_FORK_SAFE"])
+@pytest.mark.parametrize("value", ["1", "0", "", "no"])
+@both_modes
+def test_fork_safe_in_the_environment(name, value, mode):
+    run(fork_safe, mode, env={name: value, "RDMAFORK_MODE": mode})
+
+
+def fork_safe(mode):
+    assert stats().mode is None, "it is read at first use"
+    memory, address = private_map(4 * PAGE)
+    registration = register(memory)
+    assert registration.protected
+    assert stats().mode == mode
+    assert rdmafork.is_fork_initialized() is rdmafork.ForkStatus.ENABLED
+    assert child(read, address) == signal.SIGSEGV
+    rdmafork.fork_init()
+    rdmafork.fork_init(mode)
+    registration.close()
+
+
+@both_modes
+@fresh
+def test_the_environment_is_read_at_first_use(mode):
+    os.environ["RDMAV_FORK_SAFE"] = "1"
+    os.environ["RDMAFORK_MODE"] = mode
+    memory, _ = private_map(4 * PAGE)
+    assert register(memory).protected
+    assert stats().mode == mode
+
+
+@fresh(env={"RDMAV_FORK_SAFE": "1", "RDMAFORK_MODE": "nonsense"})
+def test_a_failure_of_the_environment_s_wish_is_raised_each_time():
+    memory, address = private_map(4 * PAGE)
+    for _ in range(3):
+        with pytest.raises(OSError, match="RDMAFORK_MODE=nonsense"):
+            register(memory)
+    assert stats().registrations == 0
+    os.environ["RDMAFORK_MODE"] = "eager"
+    with register(memory):
+        assert marked(address, 4 * PAGE) == pages(address, 4)
+
+
+@both_modes
+@pytest.mark.parametrize("value", ["1", "0", ""])
+def test_hugepages_safe_costs_nothing(mode, value):
+    run(hugepages_safe, mode, env={"RDMAV_HUGEPAGES_SAFE": value})
+
+
+def hugepages_safe(mode):
+    rdmafork.fork_init(mode)
+    memory, _ = private_map(4 * PAGE)
+    before = stats()
+    for _ in range(10):
+        register(memory).close()
+    after = stats()
+    assert after.query_calls == before.query_calls
+    assert after.madvise_calls - before.madvise_calls == (20 if mode == "eager" else 0)
+
+
+@fresh
+def test_unprotected_registrations_warn_once():
+    memory, address = private_map(4 * PAGE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        registrations = [register(memory), register(memory), register_address(address, 5)]
+    assert [w.category for w in caught] == [rdmafork.UnprotectedWarning]
+    assert caught[0].filename == __file__
+    assert "fork_init" in str(caught[0].message)
+    assert not any(r.protected for r in registrations)
+    assert "not protected" in repr(registrations[0])
+    assert protections() == [
+        (address, address + PAGE, 3, None),
+        (address + PAGE, address + 4 * PAGE, 2, None),
+    ]
+    fork_once()
+    assert marked(address, 4 * PAGE) == []
+    assert child(read, address) == b"\0"
+    assert stats().madvise_calls == 0
+
+
+@fresh
+def test_the_warning_as_an_error_leaves_nothing():
+    array = bytearray(4 * PAGE)
+    with pytest.raises(rdmafork.UnprotectedWarning):
+        register(array)
+    gc.collect()
+    assert stats().registrations == 0
+    array.append(1)
+
+
+@pytest.mark.parametrize("how", ["buffer", "address", "empty", "closed"])
+@fresh
+def test_fork_init_after_a_registration_is_refused(how):
+    memory, address = private_map(4 * PAGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if how == "address":
+            registration = register_address(address, PAGE)
+        else:
+            registration = register(b"" if how == "empty" else memory)
+    if how == "closed":
+        registration.close()
+    for mode in ("auto", "lazy", "eager"):
+        with pytest.raises(OSError) as caught:
+            rdmafork.fork_init(mode)
+        assert caught.value.errno == errno.EINVAL
+        assert "too late" in str(caught.value)
+    assert stats().mode is None
+    assert rdmafork.is_fork_initialized() is not rdmafork.ForkStatus.ENABLED
+    # The child is another process, where nothing was registered yet.
+    assert child(lambda: (rdmafork.fork_init("eager"), stats().mode)[1]) == "eager"
+
+
+@both_modes
+@fresh
+def test_a_refused_registration_is_none(mode):
+    """What could not be registered does not make fork_init() late."""
+    map_at(PLACE, PAGE)
+    for arguments in ((PLACE, 2**64 - 1), (-1, 5)):
+        with pytest.raises((OverflowError, ValueError)):
+            register_address(*arguments)
+    with pytest.raises(TypeError):
+        register(5)
+    rdmafork.fork_init(mode)
+    with pytest.raises(OSError):
+        register_address(PLACE, 3 * PAGE)
+    assert child(lambda: rdmafork.fork_init("eager" if mode == "lazy" else "lazy")) is None
+
+
+@both_modes
+@fresh
+def test_a_second_fork_init(mode):
+    other = "eager" if mode == "lazy" else "lazy"
+    rdmafork.fork_init(mode)
+    for registered in (False, True):
+        registration = register(bytearray(10)) if registered else None
+        rdmafork.fork_init(mode)
+        rdmafork.fork_init()
+        with pytest.raises(OSError) as caught:
+            rdmafork.fork_init(other)
+        assert caught.value.errno == errno.EINVAL
+        assert repr(mode) in str(caught.value)
+        assert repr(other) in str(caught.value)
+        assert stats().mode == mode
+        assert (registration is not None) == registered
+
+
+@both_modes
+@fresh
+def test_a_child_inherits_the_mode_and_may_change_it_once(mode):
+    other = "eager" if mode == "lazy" else "lazy"
+    rdmafork.fork_init(mode)
+    keep = register(bytearray(10 * PAGE))
+
+    def in_child(wish):
+        found = [stats().mode, stats().registrations]
+        if wish:
+            rdmafork.fork_init(wish)
+            found.append(stats().mode)
+        memory, address = private_map(4 * PAGE)
+        with register(memory):
+            found += [len(marked(address, 4 * PAGE)), child(read, address)]
+            with pytest.raises(OSError):
+                rdmafork.fork_init(other if stats().mode == mode else mode)
+        return found
+
+    marks = {"lazy": 0, "eager": 4}
+    assert child(in_child, None) == [mode, 0, marks[mode], signal.SIGSEGV]
+    assert child(in_child, other) == [mode, 0, other, marks[other], signal.SIGSEGV]
+    assert stats().mode == mode
+    keep.close()
+
+
+# ---- a device ------------------------------------------------------------------------------
+
+
+@both_modes
+@pytest.mark.parametrize("edges", ["", "whole"])
+def test_a_device_reaches_the_parent_after_forks(mode, edges, tmp_path):
+    run(device, mode, str(tmp_path / "file"), env={"RDMAFORK_EDGES": edges})
+
+
+def device(mode, path):
+    """Pinned pages, edges among them; what the device writes after forks is what is read."""
+    rdmafork.fork_init(mode)
+    memory, address = private_map(64 * PAGE)
+    memory[:] = b"p" * len(memory)
+    start, end = PAGE + 100, 60 * PAGE + 7
+    data = bytes(i * 31 % 253 for i in range(end - start))
+    with open(path, "wb") as file:
+        file.write(data)
+    with pins(memoryview(memory)[start:end]) as device, register(memoryview(memory)[start:end]):
+        reading, writing = os.pipe()
+        pids = []
+        for _ in range(3):
+            pid = os.fork()
+            if not pid:
+                os.close(writing)
+                os.read(reading, 1)
+                os._exit(0)
+            pids.append(pid)
+            # Each write would copy the page, had the child a share in it.
+            for at in range(start, end, 512):
+                memory[at] = 0
+        with open(path, "rb") as file:
+            assert device.read_fixed(file.fileno(), address + start, end - start) == end - start
+        assert memory[start:end] == data
+        assert memory[:start] == b"p" * start
+        assert memory[end:] == b"p" * (len(memory) - end)
+        os.close(writing)
+        for pid in pids:
+            os.waitpid(pid, 0)

@@ -1,0 +1,169 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* A registration's way in and out: rf_register(), rf_release(). */
+#include "engine.h"
+#include "start.h"
+
+#include <errno.h>
+
+/* Refuse what could never be registered, before anything is taken. */
+static int check_arguments(uintptr_t start, size_t nbytes, enum rf_policy policy,
+			   struct rf_error *error)
+{
+	/* Rounding up to the largest page must not wrap either. */
+	const uintptr_t largest_page = (uintptr_t)1 << 34;
+	uintptr_t end;
+
+	error->start = start;
+	error->end = start + nbytes;
+	if (__builtin_add_overflow(start, nbytes, &end) || end > UINTPTR_MAX - largest_page) {
+		error->cause = RF_CAUSE_WRAP;
+		return -EOVERFLOW;
+	}
+	if (policy != RF_OMIT) {
+		error->cause = RF_CAUSE_POLICY;
+		return (unsigned int)policy < RF_POLICIES ? -ENOTSUP : -EINVAL;
+	}
+	return 0;
+}
+
+/* Lazy, and there is a fork handler still to come that will fold it. */
+static bool may_wait(const struct rf_engine *engine, unsigned int flags)
+{
+	return engine->mode == RF_MODE_LAZY && flags & RF_HELD &&
+	       !__atomic_load_n(&engine->window, __ATOMIC_RELAXED);
+}
+
+static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
+		   unsigned int flags, struct rf_error *error)
+{
+	bool ask = false;
+	int rc;
+
+	if (slot->start == slot->end)
+		return 0;
+	if (rf_likely(may_wait(engine, flags))) {
+		rf_registry_list(&engine->registry, index);
+		return 0;
+	}
+	rc = rf_advise_now(&engine->advisor, slot,
+			   __atomic_load_n(&engine->window, __ATOMIC_RELAXED), &ask, error);
+	if (rc < 0) {
+		/* Lazy, in the window: the kernel copies it in the fork under way. */
+		if (engine->mode != RF_MODE_LAZY || !(flags & RF_HELD))
+			return rc;
+		rf_registry_list(&engine->registry, index);
+		return 0;
+	}
+	slot->flags |= RF_SLOT_COUNTED;
+	if (ask)
+		rf_registry_list(&engine->registry, index);
+	return 0;
+}
+
+/* The engine is entered. */
+static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
+			    enum rf_policy policy, struct rf_handle *handle,
+			    struct rf_error *error)
+{
+	struct rf_engine *engine = &rf_engine;
+	struct rf_slot *slot;
+	uint32_t index;
+	int rc;
+
+	rc = rf_registry_reserve(&engine->registry);
+	if (rf_likely(rc >= 0))
+		rc = rf_ranges_reserve(&engine->advisor.ranges, engine->registry.live + 1);
+	if (rf_unlikely(rc < 0)) {
+		error->cause = RF_CAUSE_ENGINE_MEMORY;
+		return -ENOMEM;
+	}
+	slot = rf_registry_take(&engine->registry, &index);
+	slot->start = start;
+	slot->end = start + nbytes;
+	slot->policy = (uint8_t)policy;
+	slot->flags = flags & RF_HELD ? RF_SLOT_HELD : 0;
+	handle->serial = slot->serial;
+	handle->slot = index;
+	handle->generation = engine->generation;
+	if (rf_unlikely(engine->mode == RF_MODE_NONE)) {
+		slot->flags |= RF_SLOT_UNPROTECTED;
+		engine->registered = true;
+		return 0;
+	}
+	rc = protect(engine, slot, index, flags, error);
+	if (rf_unlikely(rc < 0)) {
+		rf_registry_put(&engine->registry, index);
+		handle->serial = 0;
+		return rc;
+	}
+	engine->registered = true;
+	return 1;
+}
+
+RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
+		       enum rf_policy policy, struct rf_handle *handle, struct rf_error *error)
+{
+	struct rf_engine *engine = &rf_engine;
+	int rc;
+
+	error->cause = RF_CAUSE_NONE;
+	rc = check_arguments((uintptr_t)address, nbytes, policy, error);
+	if (rf_unlikely(rc < 0))
+		return rc;
+	if (rf_unlikely(!__atomic_load_n(&engine->environment_read, __ATOMIC_RELAXED))) {
+		if (flags & RF_NOWAIT)
+			return -EAGAIN;
+		rc = rf_start_by_environment(error);
+		if (rc < 0)
+			return rc;
+	}
+	rc = rf_enter(flags);
+	if (rf_unlikely(rc < 0)) {
+		error->cause = rc == -EDEADLK ? RF_CAUSE_SIGNAL : RF_CAUSE_NONE;
+		return rc;
+	}
+	if (rf_unlikely(flags & RF_NOWAIT && nbytes && engine->mode != RF_MODE_NONE &&
+			!may_wait(engine, flags)))
+		rc = -EAGAIN;
+	else
+		rc = register_entered((uintptr_t)address, nbytes, flags, policy, handle, error);
+	rf_leave();
+	return rc;
+}
+
+RF_API int rf_release(struct rf_handle handle, unsigned int flags)
+{
+	struct rf_engine *engine = &rf_engine;
+	struct rf_slot *slot;
+	int rc = rf_enter(flags), why;
+
+	if (rf_unlikely(rc < 0))
+		return rc;
+	slot = rf_registry_find(&engine->registry, handle, &why);
+	if (rf_unlikely(!slot)) {
+		rc = why;
+	} else if (rf_unlikely(flags & RF_NOWAIT && slot->flags & RF_SLOT_COUNTED)) {
+		rc = -EAGAIN;
+	} else {
+		if (slot->flags & RF_SLOT_LISTED)
+			rf_registry_unlist(&engine->registry, handle.slot);
+		if (slot->flags & RF_SLOT_COUNTED)
+			rf_advise_release(&engine->advisor, slot);
+		rf_registry_put(&engine->registry, handle.slot);
+	}
+	rf_leave();
+	return rc;
+}
+
+RF_API int rf_handle_state(struct rf_handle handle)
+{
+	struct rf_slot *slot;
+	int rc = rf_enter(0), why;
+
+	if (rc < 0)
+		return rc;
+	slot = rf_registry_find(&rf_engine.registry, handle, &why);
+	rc = slot ? !(slot->flags & RF_SLOT_UNPROTECTED) : why;
+	rf_leave();
+	return rc;
+}

@@ -175,6 +175,20 @@ static void forget_marks(struct rf_advisor *advisor, uintptr_t start, uintptr_t 
 		rf_ranges_set_mark(&advisor->ranges, run.start, run.end, RF_MARK_NONE);
 }
 
+/* Does anybody want a mark in the huge page [@first, @last) outside [@start, @end)? */
+static bool is_wanted_beside(struct rf_advisor *advisor, uintptr_t first, uintptr_t last,
+			     uintptr_t start, uintptr_t end)
+{
+	struct rf_cursor cursor = rf_ranges_seek(&advisor->ranges, first);
+	const struct rf_range *range = rf_ranges_at(&advisor->ranges, cursor);
+
+	for (; range && range->start < last; range = rf_ranges_next(&advisor->ranges, &cursor))
+		if ((range->start < start || range->end > end) && range->mark &&
+		    rf_range_wants(range))
+			return true;
+	return false;
+}
+
 /* Unmark [@start, @end), which lies in @vma and is a range's whole. */
 static void unmark_mapping(struct rf_advisor *advisor, const struct rf_vma *vma, uintptr_t start,
 			   uintptr_t end)
@@ -182,21 +196,24 @@ static void unmark_mapping(struct rf_advisor *advisor, const struct rf_vma *vma,
 	uintptr_t first, last;
 	int rc;
 
-	if (vma->shared) {
-		/* Nobody wants a mark there: no part of a huge page has to wait. */
-		first = down(start, vma->shift);
-		last = up(end, vma->shift);
-	} else {
-		/* What is left over of a huge page waits for its other registrations. */
+	/* A huge page goes as a whole, unless another registration wants it marked. */
+	first = down(start, vma->shift);
+	if (!vma->shared && is_wanted_beside(advisor, first, up(start, vma->shift), start, end))
 		first = up(start, vma->shift);
+	last = up(end, vma->shift);
+	if (!vma->shared && is_wanted_beside(advisor, down(end, vma->shift), last, start, end))
 		last = down(end, vma->shift);
-		if (first >= last)
-			return;
-	}
+	if (first >= last)
+		return;
 	rc = rf_advise_call(advisor, first, last, MADV_DOFORK);
 	/* EINVAL now: a device's mapping, which no child ever had or will have. */
 	if (rc >= 0 || (rc == -EINVAL && !vma->anonymous)) {
 		forget_marks(advisor, first, last);
+		/* Beyond what the caller tidies. */
+		if (first < start)
+			rf_ranges_tidy(&advisor->ranges, first, start);
+		if (last > end)
+			rf_ranges_tidy(&advisor->ranges, end, last);
 		return;
 	}
 	first = first < start ? start : first;

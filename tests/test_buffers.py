@@ -1,0 +1,262 @@
+"""What can be registered: buffers, tensors, addresses, and what cannot."""
+
+import ctypes
+import errno
+import gc
+import mmap
+import signal
+import weakref
+
+import pytest
+from conftest import (
+    PAGE,
+    child,
+    fork_once,
+    fresh,
+    marked,
+    private_map,
+    read,
+)
+
+import rdmafork
+from rdmafork import register, register_address, stats
+
+MODES = ["lazy", "eager"]
+both_modes = pytest.mark.parametrize("mode", MODES)
+trusted = pytest.mark.skipif(
+    not rdmafork.kernel_info().copy_on_fork_trusted,
+    reason="the kernel's copying at fork cannot be trusted: whole pages go, eagerly",
+)
+PLACE = 0x30_0000_0000  # low, where the kernel puts nothing of its own
+
+
+def pages(start, count):
+    return [start + i * PAGE for i in range(count)]
+
+
+def protections():
+    return [(r.start, r.end, r.registrations, r.protected_by) for r in rdmafork.protected_ranges()]
+
+
+class Owner:
+    pass
+
+
+# ---- what can be registered ----------------------------------------------------------------
+
+
+class Tensor:
+    """Something with __dlpack__ and nothing else, around a numpy array."""
+
+    def __init__(self, array, device=(1, 0)):
+        self.array = array
+        self.device = device
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.device
+
+
+@both_modes
+@fresh
+def test_tensors_through_dlpack(mode):
+    np = pytest.importorskip("numpy")
+    rdmafork.fork_init(mode)
+    base = np.zeros((64, 1024), dtype="f4")
+    for array in (base, base.T, base[8:32], base[3], base.reshape(4, 16, 1024), base[:, :1][:1]):
+        tensor = Tensor(array)
+        registration = register(tensor)
+        assert registration.obj is tensor
+        assert registration.address == array.__array_interface__["data"][0]
+        assert registration.nbytes == array.nbytes
+        registration.close()
+    registration = register(Tensor(base))
+    fork_once()
+    address = base.__array_interface__["data"][0]
+    filled = range(address + -address % PAGE, address + base.nbytes - PAGE + 1, PAGE)
+    if rdmafork.kernel_info().copy_on_fork_trusted:
+        assert marked(address, base.nbytes) == list(filled)
+    assert child(read, filled[3]) == signal.SIGSEGV
+    registration.close()
+    assert child(read, filled[3]) == b"\0"
+    assert register(Tensor(np.zeros((0, 5)))).nbytes == 0
+
+
+@fresh
+def test_a_tensor_s_memory_lives_as_long_as_its_registration():
+    np = pytest.importorskip("numpy")
+    rdmafork.fork_init()
+    array = np.zeros(100_000)
+    seen = weakref.ref(array)
+    registration = register(Tensor(array))
+    address = registration.address
+    del array
+    gc.collect()
+    assert seen() is not None
+    assert registration.obj.array.__array_interface__["data"][0] == address
+    registration.close()
+    gc.collect()
+    assert seen() is None
+
+
+@fresh
+def test_tensors_that_cannot_be_registered():
+    np = pytest.importorskip("numpy")
+    rdmafork.fork_init()
+    array = np.zeros((8, 8))
+    for device, name in (((2, 0), "cuda:0"), ((2, 3), "cuda:3"), ((10, 1), "rocm:1")):
+        with pytest.raises(TypeError, match=name):
+            register(Tensor(array, device))
+    with pytest.raises(TypeError, match="99"):
+        register(Tensor(array, (99, 0)))
+    repeated = np.lib.stride_tricks.as_strided(array, (4, 8), (0, 8))
+    for strided in (array[:, ::2], array[::2], array[:, :3], array[::-1], repeated):
+        with pytest.raises(BufferError, match="contiguous"):
+            register(Tensor(strided))
+    for thing in (object(), 5, "text", None, [1, 2], rdmafork):
+        with pytest.raises(TypeError, match=type(thing).__name__):
+            register(thing)
+    assert stats().registrations == 0
+
+
+@fresh
+def test_torch_tensors():
+    torch = pytest.importorskip("torch")
+    rdmafork.fork_init()
+    tensor = torch.zeros(64, 1024)
+    with register(tensor) as registration:
+        assert registration.address == tensor.data_ptr()
+        assert registration.nbytes == 64 * 1024 * 4
+        assert registration.obj is tensor
+    with pytest.raises(BufferError):
+        register(tensor[:, ::2])
+
+
+@both_modes
+@fresh
+def test_buffers_of_all_kinds(mode, tmp_path):
+    np = pytest.importorskip("numpy")
+    rdmafork.fork_init(mode)
+    (tmp_path / "file").write_bytes(b"f" * 3 * PAGE)
+    with open(tmp_path / "file", "rb") as file:
+        read_only = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        private = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    array = np.arange(24 * 4096, dtype="i4").reshape(8, 12, 1024)
+    fixed = np.arange(100_000)
+    fixed.flags.writeable = False
+    whole = bytearray(10 * PAGE)
+    buffers = [
+        b"bytes" * 10_000,
+        whole,
+        memoryview(whole)[100:-100],
+        memoryview(whole)[::-1][:1],
+        memoryview(whole).cast("I"),
+        memoryview(whole).cast("B", (10, PAGE)),
+        array,
+        np.asfortranarray(array[:, :, 0]),
+        array.T,
+        array[3:5],
+        np.zeros((5, 1, 3))[:, :, :],
+        fixed,
+        np.zeros(1000, dtype=[("a", "i2"), ("b", "f8")]),
+        np.float64(1.5),
+        (ctypes.c_long * 3000)(),
+        read_only,
+        private,
+    ]
+    registrations = []
+    for buffer in buffers:
+        registration = register(buffer)
+        view = memoryview(buffer)
+        assert registration.nbytes == view.nbytes
+        pointer = np.frombuffer(buffer, "u1") if view.c_contiguous else buffer
+        assert registration.address == pointer.__array_interface__["data"][0]
+        assert registration.protected
+        registrations.append(registration)
+    fork_once()
+    assert child(len, b"x") == 1
+    for registration in registrations:
+        registration.close()
+    assert stats()[1:6] == (0, 0, 0, 0, 0)
+    for strided in (array[:, ::2], memoryview(whole)[::2], array.transpose(1, 0, 2)):
+        with pytest.raises(BufferError, match="contiguous"):
+            register(strided)
+    with pytest.raises(ValueError):
+        memory, _ = private_map(PAGE)
+        memory.close()
+        register(memory)
+    assert stats().registrations == 0
+
+
+@both_modes
+@fresh
+def test_a_read_only_mapping_is_protected_too(mode):
+    rdmafork.fork_init(mode)
+    memory = mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=1)
+    with register(memory) as registration:
+        assert child(read, registration.address) == signal.SIGSEGV
+
+
+@both_modes
+@fresh
+def test_empty_buffers(mode):
+    rdmafork.fork_init(mode)
+    for buffer in (b"", bytearray(), memoryview(b"")):
+        with register(buffer) as registration:
+            assert registration.nbytes == 0
+            assert registration.protected
+            assert protections() == []
+            fork_once()
+            assert protections() == []
+    array = bytearray()
+    with register(array), pytest.raises(BufferError):
+        array.append(1)
+    for address in (0, 1, 2**64 - 1, PLACE):
+        try:
+            register_address(address, 0).close()
+        except OverflowError:
+            assert address == 2**64 - 1
+    assert stats()[1:7] == (0, 0, 0, 0, 0, 0)
+
+
+@fresh
+def test_arguments_that_mean_nothing():
+    rdmafork.fork_init()
+    for arguments in ((-1, 5), (5, -1)):
+        with pytest.raises(ValueError):
+            register_address(*arguments)
+    for arguments in ((2**64, 1), (2**64 - 1, 2), (1, 2**64), (2**70, 0), (0, 2**70)):
+        with pytest.raises(OverflowError):
+            register_address(*arguments)
+    for arguments in (("5", 5), (5.0, 5), (None, 1)):
+        with pytest.raises(TypeError):
+            register_address(*arguments)
+    with pytest.raises(TypeError):
+        rdmafork.Registration()
+    with pytest.raises(TypeError):
+        register(b"x", "omit")
+    with pytest.raises(ValueError, match="lazy"):
+        rdmafork.fork_init("sometimes")
+    for on_fork in ("wipe", "keep"):
+        with pytest.raises(OSError) as caught:
+            register(b"x" * 100, on_fork=on_fork)
+        assert caught.value.errno == errno.ENOTSUP
+    for on_fork in ("", None, 1, "OMIT"):
+        with pytest.raises(ValueError):
+            register(b"x" * 100, on_fork=on_fork)
+    with register(b"x" * 100, on_fork="".join(["om", "it"])) as registration:
+        assert registration.on_fork == "omit"
+
+
+@fresh
+def test_a_registration_cannot_be_copied():
+    import copy
+    import pickle
+
+    rdmafork.fork_init()
+    with register(bytearray(100)) as registration:
+        for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError):
+                attempt(registration)

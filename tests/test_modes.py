@@ -1,0 +1,249 @@
+"""Which mode runs: fork_init(), the environment, and what a child inherits."""
+
+import errno
+import gc
+import os
+import signal
+import warnings
+
+import pytest
+from conftest import (
+    PAGE,
+    child,
+    fork_once,
+    fresh,
+    map_at,
+    marked,
+    private_map,
+    read,
+    run,
+)
+
+import rdmafork
+from rdmafork import register, register_address, stats
+
+MODES = ["lazy", "eager"]
+both_modes = pytest.mark.parametrize("mode", MODES)
+trusted = pytest.mark.skipif(
+    not rdmafork.kernel_info().copy_on_fork_trusted,
+    reason="the kernel's copying at fork cannot be trusted: whole pages go, eagerly",
+)
+PLACE = 0x30_0000_0000  # low, where the kernel puts nothing of its own
+
+
+def pages(start, count):
+    return [start + i * PAGE for i in range(count)]
+
+
+def protections():
+    return [(r.start, r.end, r.registrations, r.protected_by) for r in rdmafork.protected_ranges()]
+
+
+class Owner:
+    pass
+
+
+# ---- modes and the environment -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"),
+    [(None, "lazy"), ("", "lazy"), ("auto", "lazy"), ("lazy", "lazy"), ("eager", "eager")],
+)
+def test_the_environment_chooses_the_mode(value, mode):
+    if mode == "lazy" and value != "lazy" and not rdmafork.kernel_info().copy_on_fork_trusted:
+        mode = "eager"
+    env = {"RDMAFORK_MODE": value}
+    assert run("import rdmafork as r\nr.fork_init()\nr.stats().mode", env=env) == mode
+    # What the program asks for by name it gets.
+    for wish in MODES:
+        code = "import rdmafork as r\nr.fork_init(args[0])\nr.stats().mode"
+        assert run(code, wish, env=env) == wish
+
+
+@pytest.mark.parametrize("name", ["RDMAFORK_MODE", "RDMAFORK_EDGES"])
+def test_a_value_that_means_nothing_is_refused(name):
+    def refused(error):
+        assert error.value.errno == errno.EINVAL
+        assert f"{name}=nonsense" in str(error.value)
+
+    with pytest.raises(OSError) as caught:
+        run("import rdmafork\nrdmafork.fork_init()", env={name: "nonsense"})
+    refused(caught)
+    with pytest.raises(OSError) as caught:
+        env = {name: "nonsense", "RDMAV_FORK_SAFE": "1"}
+        run("import rdmafork\nrdmafork.register(b'x' * 10000)", env=env)
+    refused(caught)
+
+
+@pytest.mark.parametrize("name", ["RDMAV_FORK_SAFE", "IBV_FORK_SAFE"])
+@pytest.mark.parametrize("value", ["1", "0", "", "no"])
+@both_modes
+def test_fork_safe_in_the_environment(name, value, mode):
+    run(fork_safe, mode, env={name: value, "RDMAFORK_MODE": mode})
+
+
+def fork_safe(mode):
+    assert stats().mode is None, "it is read at first use"
+    memory, address = private_map(4 * PAGE)
+    registration = register(memory)
+    assert registration.protected
+    assert stats().mode == mode
+    assert rdmafork.is_fork_initialized() is rdmafork.ForkStatus.ENABLED
+    assert child(read, address) == signal.SIGSEGV
+    rdmafork.fork_init()
+    rdmafork.fork_init(mode)
+    registration.close()
+
+
+@both_modes
+@fresh
+def test_the_environment_is_read_at_first_use(mode):
+    os.environ["RDMAV_FORK_SAFE"] = "1"
+    os.environ["RDMAFORK_MODE"] = mode
+    memory, _ = private_map(4 * PAGE)
+    assert register(memory).protected
+    assert stats().mode == mode
+
+
+@fresh(env={"RDMAV_FORK_SAFE": "1", "RDMAFORK_MODE": "nonsense"})
+def test_a_failure_of_the_environment_s_wish_is_raised_each_time():
+    memory, address = private_map(4 * PAGE)
+    for _ in range(3):
+        with pytest.raises(OSError, match="RDMAFORK_MODE=nonsense"):
+            register(memory)
+    assert stats().registrations == 0
+    os.environ["RDMAFORK_MODE"] = "eager"
+    with register(memory):
+        assert marked(address, 4 * PAGE) == pages(address, 4)
+
+
+@both_modes
+@pytest.mark.parametrize("value", ["1", "0", ""])
+def test_hugepages_safe_costs_nothing(mode, value):
+    run(hugepages_safe, mode, env={"RDMAV_HUGEPAGES_SAFE": value})
+
+
+def hugepages_safe(mode):
+    rdmafork.fork_init(mode)
+    memory, _ = private_map(4 * PAGE)
+    before = stats()
+    for _ in range(10):
+        register(memory).close()
+    after = stats()
+    assert after.query_calls == before.query_calls
+    assert after.madvise_calls - before.madvise_calls == (20 if mode == "eager" else 0)
+
+
+@fresh
+def test_unprotected_registrations_warn_once():
+    memory, address = private_map(4 * PAGE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        registrations = [register(memory), register(memory), register_address(address, 5)]
+    assert [w.category for w in caught] == [rdmafork.UnprotectedWarning]
+    assert caught[0].filename == __file__
+    assert "fork_init" in str(caught[0].message)
+    assert not any(r.protected for r in registrations)
+    assert "not protected" in repr(registrations[0])
+    assert protections() == [
+        (address, address + PAGE, 3, None),
+        (address + PAGE, address + 4 * PAGE, 2, None),
+    ]
+    fork_once()
+    assert marked(address, 4 * PAGE) == []
+    assert child(read, address) == b"\0"
+    assert stats().madvise_calls == 0
+
+
+@fresh
+def test_the_warning_as_an_error_leaves_nothing():
+    array = bytearray(4 * PAGE)
+    with pytest.raises(rdmafork.UnprotectedWarning):
+        register(array)
+    gc.collect()
+    assert stats().registrations == 0
+    array.append(1)
+
+
+@pytest.mark.parametrize("how", ["buffer", "address", "empty", "closed"])
+@fresh
+def test_fork_init_after_a_registration_is_refused(how):
+    memory, address = private_map(4 * PAGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if how == "address":
+            registration = register_address(address, PAGE)
+        else:
+            registration = register(b"" if how == "empty" else memory)
+    if how == "closed":
+        registration.close()
+    for mode in ("auto", "lazy", "eager"):
+        with pytest.raises(OSError) as caught:
+            rdmafork.fork_init(mode)
+        assert caught.value.errno == errno.EINVAL
+        assert "too late" in str(caught.value)
+    assert stats().mode is None
+    assert rdmafork.is_fork_initialized() is not rdmafork.ForkStatus.ENABLED
+    # The child is another process, where nothing was registered yet.
+    assert child(lambda: (rdmafork.fork_init("eager"), stats().mode)[1]) == "eager"
+
+
+@both_modes
+@fresh
+def test_a_refused_registration_is_none(mode):
+    """What could not be registered does not make fork_init() late."""
+    map_at(PLACE, PAGE)
+    for arguments in ((PLACE, 2**64 - 1), (-1, 5)):
+        with pytest.raises((OverflowError, ValueError)):
+            register_address(*arguments)
+    with pytest.raises(TypeError):
+        register(5)
+    rdmafork.fork_init(mode)
+    with pytest.raises(OSError):
+        register_address(PLACE, 3 * PAGE)
+    assert child(lambda: rdmafork.fork_init("eager" if mode == "lazy" else "lazy")) is None
+
+
+@both_modes
+@fresh
+def test_a_second_fork_init(mode):
+    other = "eager" if mode == "lazy" else "lazy"
+    rdmafork.fork_init(mode)
+    for registered in (False, True):
+        registration = register(bytearray(10)) if registered else None
+        rdmafork.fork_init(mode)
+        rdmafork.fork_init()
+        with pytest.raises(OSError) as caught:
+            rdmafork.fork_init(other)
+        assert caught.value.errno == errno.EINVAL
+        assert repr(mode) in str(caught.value)
+        assert repr(other) in str(caught.value)
+        assert stats().mode == mode
+        assert (registration is not None) == registered
+
+
+@both_modes
+@fresh
+def test_a_child_inherits_the_mode_and_may_change_it_once(mode):
+    other = "eager" if mode == "lazy" else "lazy"
+    rdmafork.fork_init(mode)
+    keep = register(bytearray(10 * PAGE))
+
+    def in_child(wish):
+        found = [stats().mode, stats().registrations]
+        if wish:
+            rdmafork.fork_init(wish)
+            found.append(stats().mode)
+        memory, address = private_map(4 * PAGE)
+        with register(memory):
+            found += [len(marked(address, 4 * PAGE)), child(read, address)]
+            with pytest.raises(OSError):
+                rdmafork.fork_init(other if stats().mode == mode else mode)
+        return found
+
+    marks = {"lazy": 0, "eager": 4}
+    assert child(in_child, None) == [mode, 0, marks[mode], signal.SIGSEGV]
+    assert child(in_child, other) == [mode, 0, other, marks[other], signal.SIGSEGV]
+    assert stats().mode == mode
+    keep.close()

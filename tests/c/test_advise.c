@@ -545,10 +545,16 @@ static void a_failure_does_not_forget_what_waits(void)
 		handles[i] = check_register(memory + i * 7 * check_page, 7 * check_page, RF_HELD);
 	check_use_up_vmas(0);
 	check_release(handles[1]);
-	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 7 * check_page);
+	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 7 * check_page, "%lu",
+	      (unsigned long)stats.unreleased_bytes);
 	rc = try_register(memory + 7 * check_page, 17 * check_page, 0, &none);
 	CHECK(rc == -ENOMEM, "%d", rc);
-	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 7 * check_page);
+	/* Where maps must be read as text there is no memory for it now: the undoing waits, too. */
+	CHECK(rf_stats(&stats) == 0);
+	CHECK(stats.unreleased_bytes == 7 * check_page ||
+		      (!rf_engine.advisor.kernel->procmap_query &&
+		       stats.unreleased_bytes == 10 * check_page),
+	      "%lu", (unsigned long)stats.unreleased_bytes);
 	check_give_back_vmas();
 	check_fork();
 	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 0, "%lu bytes stay marked",

@@ -239,8 +239,8 @@ cdef int take_buffer(Registration self, object buffer) except -1:
         if not PyBuffer_IsContiguous(&self.view, b"A"):
             PyBuffer_Release(&self.view)
             raise BufferError(
-                f"cannot register a {type(buffer).__name__} that is not contiguous: "
-                f"register the object it is a view of, or a contiguous copy")
+                f"cannot register this {type(buffer).__name__}: it is not contiguous; register "
+                f"the object it is a view of, or a contiguous copy")
     self.start = <uintptr_t>self.view.buf
     self.length = <size_t>self.view.len
     return 0
@@ -474,7 +474,7 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
     elif cause == RF_CAUSE_MODE:
         text = (
             f"fork_init(mode={mode!r}): the engine runs in mode {MODE_NAMES.get(rf_get_mode())!r} "
-            f"already, and registrations depend on it; agree on one, or call fork_init() without")
+            f"already, and registrations depend on it; agree on one, or name none")
     elif cause == RF_CAUSE_ENVIRONMENT:
         text = (
             f"{error.text.decode('utf-8', 'replace')} in the environment means nothing; "

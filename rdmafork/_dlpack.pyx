@@ -39,6 +39,9 @@ def borrow(tensor):
         raise TypeError(
             f"cannot register memory on {_DEVICES.get(kind, f'device type {kind}')}:{number}: "
             f"fork() concerns the memory of the process; register a tensor on the CPU")
+    # A tensor that takes part in autograd does not export itself; its data is the same.
+    if getattr(tensor, "requires_grad", False):
+        tensor = tensor.detach()
     capsule = tensor.__dlpack__()
     cdef Tensor *dl = <Tensor *>PyCapsule_GetPointer(capsule, "dltensor")
     shape = [dl.shape[i] for i in range(dl.ndim)]

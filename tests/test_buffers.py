@@ -125,6 +125,10 @@ def test_tensors_that_cannot_be_registered():
 def test_torch_tensors():
     torch = pytest.importorskip("torch")
     rdmafork.fork_init()
+    parameter = torch.zeros(100, requires_grad=True)
+    with register(parameter) as registration:
+        assert registration.address == parameter.data_ptr()
+        assert registration.obj is parameter
     tensor = torch.zeros(64, 1024)
     with register(tensor) as registration:
         assert registration.address == tensor.data_ptr()

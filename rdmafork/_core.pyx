@@ -62,6 +62,18 @@ if rf_abi() != RF_ABI:
 
 
 @cython.final
+@cython.internal
+cdef class Borrowed:
+    """A tensor, and the capsule that keeps its memory in its place."""
+    cdef object tensor
+    cdef object capsule
+
+    def __init__(self, tensor, capsule):
+        self.tensor = tensor
+        self.capsule = capsule
+
+
+@cython.final
 @cython.freelist(64)
 @cython.no_gc_clear  # Clearing would drop the buffer without releasing it.
 cdef class Registration:
@@ -121,7 +133,9 @@ cdef class Registration:
             check_usable(self)
             if <PyObject *>self.view.obj != NULL:
                 return <object>self.view.obj
-            return self.owner[0] if type(self.owner) is tuple else self.owner
+            if type(self.owner) is Borrowed:
+                return (<Borrowed>self.owner).tensor
+            return self.owner
 
     @property
     def address(self):
@@ -253,7 +267,7 @@ cdef int take_tensor(Registration self, object tensor) except -1:
             f"(bytearray, memoryview, mmap, numpy array) nor __dlpack__ (a CPU tensor)")
     from rdmafork._dlpack import borrow
     capsule, address, nbytes = borrow(tensor)
-    self.owner = (tensor, capsule)
+    self.owner = Borrowed(tensor, capsule)
     self.start = address
     self.length = nbytes
     return 0

@@ -122,6 +122,15 @@ def test_tensors_that_cannot_be_registered():
 
 
 @fresh
+def test_an_owner_may_be_anything():
+    rdmafork.fork_init()
+    memory, address = private_map(PAGE)
+    for owner in (memory, (memory, "and more"), [memory], "a name", 0):
+        with register_address(address, PAGE, owner=owner) as registration:
+            assert registration.obj is owner
+
+
+@fresh
 def test_torch_tensors():
     torch = pytest.importorskip("torch")
     rdmafork.fork_init()

@@ -310,7 +310,7 @@ static bool is_unwanted(const struct rf_range *range)
 }
 
 /* A run about to be marked may not take the process past its share of VMAs. */
-bool rf_advise_has_room(const struct rf_advisor *advisor)
+static bool has_room(const struct rf_advisor *advisor)
 {
 	return 2 * ((uint64_t)rf_ranges_runs(&advisor->ranges) + 1) <= advisor->vma_budget;
 }
@@ -334,7 +334,7 @@ static int mark_now(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, 
 
 	for (at = start; at < end && rf_advise_next_run(advisor, at, end, to_mark_now, &run);
 	     at = run.end) {
-		if (run.unmarked && !rf_advise_has_room(advisor)) {
+		if (run.unmarked && !has_room(advisor)) {
 			if (!advisor->kernel->copy_trusted)
 				return -EDQUOT;
 			if (held) {

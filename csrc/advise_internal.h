@@ -17,9 +17,6 @@ bool rf_advise_next_run(const struct rf_advisor *advisor, uintptr_t at, uintptr_
 
 int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, int advice);
 
-/* May one more run be marked within the budget of VMAs? */
-bool rf_advise_has_room(const struct rf_advisor *advisor);
-
 /*
  * Unmark all of [@start, @end), as far as the kernel lets it: what it refuses for
  * now gets RF_RANGE_RETRY, what is left over of a huge page keeps its mark.

@@ -17,6 +17,8 @@
  */
 static const size_t page_steps[] = { 4096, 256, 16, 1 };
 
+#define STEPS (sizeof(page_steps) / sizeof(*page_steps))
+
 struct batch {
 	struct iovec runs[BATCH];
 	unsigned int count;
@@ -184,9 +186,9 @@ static void walk(struct rf_advisor *advisor, bool marking)
 			due_runs++;
 		step = 2 * ((uint64_t)due_runs + rf_ranges_runs(&advisor->ranges)) <=
 				       advisor->vma_budget
-			       ? 3
+			       ? STEPS - 1
 			       : 0;
-		for (; due_runs && step < 4; step++)
+		for (; due_runs && step < STEPS; step++)
 			mark_due(advisor, page_steps[step] * advisor->kernel->page_size);
 	}
 	rf_ranges_tidy(&advisor->ranges, 0, UINTPTR_MAX);

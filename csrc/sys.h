@@ -13,17 +13,11 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
-#ifdef RF_TESTING
+#if defined(RF_TESTING) || !defined(NDEBUG)
 #include <assert.h>
 #define RF_ASSERT(x) assert(x)
-#define RF_ASSERT_SLOW(x) assert(x)
-#elif !defined(NDEBUG)
-#include <assert.h>
-#define RF_ASSERT(x) assert(x)
-#define RF_ASSERT_SLOW(x) ((void)0)
 #else
 #define RF_ASSERT(x) ((void)0)
-#define RF_ASSERT_SLOW(x) ((void)0)
 #endif
 
 #define rf_likely(x) __builtin_expect(!!(x), 1)

@@ -80,6 +80,16 @@ RF_API uint32_t rf_generation(void)
 	return rf_engine.generation;
 }
 
+RF_API uint64_t rf_forks(void)
+{
+	uint64_t begun;
+
+	(void)rf_notice_child();
+	/* In this order: prepare opens the window, then counts. */
+	begun = __atomic_load_n(&rf_engine.begun, __ATOMIC_SEQ_CST);
+	return __atomic_load_n(&rf_engine.window, __ATOMIC_SEQ_CST) ? 0 : begun + 1;
+}
+
 RF_API void rf_kernel_info(struct rf_kernel *kernel)
 {
 	int entered = rf_enter(0);

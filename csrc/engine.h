@@ -21,6 +21,7 @@
 #define RF_ENGINE_H
 
 #include "advise.h"
+#include "descriptors.h"
 #include "lock.h"
 #include "registry.h"
 
@@ -31,6 +32,7 @@ struct rf_engine {
 	uint64_t *alive;	/* 1; 0 once wiped; or the thread that makes it 1 again */
 	enum rf_mode mode;
 	int window;		/* forks under way, atomic */
+	uint64_t begun;		/* forks ever, atomic; counted with their window open */
 	bool mode_inherited;	/* from the parent: a child may choose anew */
 	bool environment_read;
 	bool registered;	/* anything, ever, in this process */
@@ -39,6 +41,7 @@ struct rf_engine {
 	uint64_t forks, forks_unprepared;
 	struct rf_registry registry;
 	struct rf_advisor advisor;
+	struct rf_descriptors descriptors;
 };
 
 /* Between rf_enter() and rf_leave(), but for what is said to be atomic. */

@@ -15,6 +15,7 @@ static void prepare(void)
 
 	(void)rf_notice_child();
 	__atomic_add_fetch(&engine->window, 1, __ATOMIC_SEQ_CST);
+	__atomic_add_fetch(&engine->begun, 1, __ATOMIC_SEQ_CST);
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
 		return;
 	if (rf_enter(0) < 0) {
@@ -45,6 +46,8 @@ static void child(void)
 {
 	unwiped = 0;
 	(void)rf_notice_child();
+	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */
+	rf_descriptors_replace(&rf_engine.descriptors);
 }
 
 /*

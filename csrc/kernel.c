@@ -16,7 +16,7 @@ static bool unsure;
 
 static int open_file(const char *path)
 {
-	int fd = rf_sys_open(path);
+	int fd = rf_sys_open(path, RF_READ);
 
 	unsure |= fd < 0 && fd != -ENOENT && fd != -EACCES && fd != -EPERM;
 	return fd;

@@ -132,6 +132,26 @@ RF_API int rf_handle_state(struct rf_handle handle);
 /* A number that is another in every forked child, raw clone() included. */
 RF_API uint32_t rf_generation(void);
 
+/*
+ * A forked child gets /dev/null in the place of descriptor @fd, before fork()
+ * returns there: a device's, through which it would reach the parent's objects.
+ * Works without rf_fork_init(). In a child of a raw clone() nothing is replaced.
+ * To open a device and name its descriptors without a fork in between:
+ *
+ *	do {
+ *		before = rf_forks();
+ *		open, rf_descriptor_omit()
+ *	} while ((!before || rf_forks() != before) && (close, true));
+ *
+ * rf_descriptor_release() comes before the close. -EBADF, -EMFILE, -ENOMEM,
+ * -EDEADLK; -ENOENT: it was not omitted.
+ */
+RF_API int rf_descriptor_omit(int fd);
+RF_API int rf_descriptor_release(int fd);
+
+/* A number that grows with every fork() through libc; 0 while one is under way. */
+RF_API uint64_t rf_forks(void);
+
 enum rf_protection {
 	RF_BY_NOTHING = 0,	/* registered before rf_fork_init() */
 	RF_BY_ADVICE = 1,	/* marked: "dc" in VmFlags of /proc/self/smaps */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* A registration's way in and out: rf_register(), rf_release(). */
+/* The ways in and out: of registrations, and of descriptors no child shall have. */
 #include "engine.h"
 #include "start.h"
 
@@ -164,6 +164,28 @@ RF_API int rf_handle_state(struct rf_handle handle)
 		return rc;
 	slot = rf_registry_find(&rf_engine.registry, handle, &why);
 	rc = slot ? !(slot->flags & RF_SLOT_UNPROTECTED) : why;
+	rf_leave();
+	return rc;
+}
+
+RF_API int rf_descriptor_omit(int fd)
+{
+	int rc = rf_enter(0);
+
+	if (rc < 0)
+		return rc;
+	rc = rf_descriptors_add(&rf_engine.descriptors, fd);
+	rf_leave();
+	return rc;
+}
+
+RF_API int rf_descriptor_release(int fd)
+{
+	int rc = rf_enter(0);
+
+	if (rc < 0)
+		return rc;
+	rc = rf_descriptors_remove(&rf_engine.descriptors, fd);
 	rf_leave();
 	return rc;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-#define _GNU_SOURCE /* mremap() */
+#define _GNU_SOURCE /* mremap(), dup3() */
 #include "sys.h"
 
 #include <errno.h>
@@ -10,6 +10,7 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/utsname.h>
 #include <unistd.h>
@@ -123,12 +124,12 @@ int rf_sys_unmap(void *start, size_t nbytes)
 	return rc;
 }
 
-int rf_sys_open(const char *path)
+int rf_sys_open(const char *path, int access)
 {
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, open(path, O_RDONLY | O_CLOEXEC));
+	KERNEL(rc, open(path, (access == RF_READ ? O_RDONLY : O_RDWR) | O_CLOEXEC));
 	return rc;
 }
 
@@ -149,6 +150,32 @@ int rf_sys_close(int fd)
 	int rc;
 
 	KERNEL(rc, close(fd));
+	return rc;
+}
+
+int rf_sys_identify(int fd, struct rf_file *file)
+{
+	struct stat status;
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, fstat(fd, &status));
+	if (rc < 0)
+		return rc;
+	file->device = status.st_dev;
+	file->inode = status.st_ino;
+	file->special = status.st_rdev;
+	return 0;
+}
+
+int rf_sys_duplicate(int fd, int onto)
+{
+	int rc;
+
+	RETURN_IF_INJECTED();
+	do {
+		KERNEL(rc, dup3(fd, onto, O_CLOEXEC));
+	} while (rc == -EINTR || rc == -EBUSY);
 	return rc;
 }
 

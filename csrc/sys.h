@@ -45,9 +45,21 @@ int rf_sys_map(size_t nbytes, void **out);
 int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out);
 int rf_sys_unmap(void *start, size_t nbytes);
 
-int rf_sys_open(const char *path);
+#define RF_READ		0
+#define RF_READ_WRITE	1
+
+int rf_sys_open(const char *path, int access);
 ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes);
 int rf_sys_close(int fd);
+
+/* Which file it is that a descriptor names. */
+struct rf_file {
+	uint64_t device, inode, special;
+};
+
+int rf_sys_identify(int fd, struct rf_file *file);
+/* Let @onto name what @fd names, in one step, until exec(). */
+int rf_sys_duplicate(int fd, int onto);
 
 /*
  * PROCMAP_QUERY (Linux 6.11) on an open /proc/self/maps: the VMA that holds

@@ -141,7 +141,7 @@ int rf_vma_open(struct rf_vma_reader *reader)
 		reader->depth++;
 		return 0;
 	}
-	reader->fd = rf_sys_open("/proc/self/maps");
+	reader->fd = rf_sys_open("/proc/self/maps", RF_READ);
 	if (reader->fd < 0)
 		return reader->fd;
 	reader->depth = 1;
@@ -191,7 +191,7 @@ static int find_page_size(struct rf_vma_reader *reader, struct rf_vma *vma)
 	size_t length;
 	int rc;
 
-	text.fd = rf_sys_open("/proc/self/smaps");
+	text.fd = rf_sys_open("/proc/self/smaps", RF_READ);
 	if (text.fd < 0)
 		return text.fd;
 	while ((rc = next_line(&text, &line, &length)) > 0) {

@@ -60,6 +60,10 @@ cdef extern from "rdmafork.h" nogil:
     int rf_handle_state(rf_handle handle)
     uint32_t rf_generation()
 
+    int rf_descriptor_omit(int fd)
+    int rf_descriptor_release(int fd)
+    uint64_t rf_forks()
+
     enum rf_protection:
         RF_BY_NOTHING
         RF_BY_ADVICE

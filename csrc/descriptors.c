@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "descriptors.h"
+
+#include <errno.h>
+#include <stdbool.h>
+#include <string.h>
+
+/* Order matters to forks alone, which see all that their thread and others have stored. */
+static void set_number(struct rf_descriptor *item, int number)
+{
+	__atomic_store_n(&item->number, number, __ATOMIC_RELEASE);
+}
+
+/* The item of @number, or with 0 a free one; NULL: none. */
+static struct rf_descriptor *find(struct rf_descriptors *descriptors, int number)
+{
+	struct rf_descriptor_block *block = &descriptors->first;
+	size_t i;
+
+	for (; block; block = block->next)
+		for (i = 0; i < RF_DESCRIPTORS_BLOCK; i++)
+			if (block->items[i].number == number)
+				return &block->items[i];
+	return NULL;
+}
+
+static bool is_empty(const struct rf_descriptors *descriptors)
+{
+	const struct rf_descriptor_block *block = &descriptors->first;
+	size_t i;
+
+	for (; block; block = block->next)
+		for (i = 0; i < RF_DESCRIPTORS_BLOCK; i++)
+			if (block->items[i].number)
+				return false;
+	return true;
+}
+
+static int add_block(struct rf_descriptors *descriptors, struct rf_descriptor **item)
+{
+	struct rf_descriptor_block *block, *last = &descriptors->first;
+	void *memory;
+
+	if (rf_sys_map(sizeof(*block), &memory) < 0)
+		return -ENOMEM;
+	block = memory;
+	while (last->next)
+		last = last->next;
+	__atomic_store_n(&last->next, block, __ATOMIC_RELEASE);
+	*item = &block->items[0];
+	return 0;
+}
+
+static bool is_still(const struct rf_descriptor *item)
+{
+	struct rf_file file;
+	int rc;
+
+	if (!item->number)
+		return false;
+	rc = rf_sys_identify(item->number - 1, &file);
+	return rc < 0 ? rc != -EBADF : !memcmp(&file, &item->file, sizeof(file));
+}
+
+static void close_null(struct rf_descriptors *descriptors)
+{
+	int fd = descriptors->null.number - 1;
+	bool ours = is_still(&descriptors->null);
+
+	set_number(&descriptors->null, 0);
+	if (ours)
+		rf_sys_close(fd);
+}
+
+/* Opened before it is needed: a child may have no descriptor left, or another root. */
+static int open_null(struct rf_descriptors *descriptors)
+{
+	struct rf_descriptor *null = &descriptors->null;
+	int fd, rc;
+
+	if (is_still(null))
+		return 0;
+	fd = rf_sys_open("/dev/null", RF_READ_WRITE);
+	if (fd < 0)
+		return fd;
+	set_number(null, 0);
+	rc = rf_sys_identify(fd, &null->file);
+	if (rc < 0) {
+		rf_sys_close(fd);
+		return rc;
+	}
+	set_number(null, fd + 1);
+	return 0;
+}
+
+int rf_descriptors_add(struct rf_descriptors *descriptors, int fd)
+{
+	struct rf_descriptor *item;
+	struct rf_file file;
+	int rc = rf_sys_identify(fd, &file);
+
+	if (rc < 0)
+		return rc;
+	rc = open_null(descriptors);
+	if (rc < 0)
+		return rc;
+	/* Its number may be that of one that was closed behind our back. */
+	item = find(descriptors, fd + 1);
+	if (!item)
+		item = find(descriptors, 0);
+	if (!item)
+		rc = add_block(descriptors, &item);
+	if (rc < 0)
+		return rc;
+	set_number(item, 0);
+	item->file = file;
+	set_number(item, fd + 1);
+	return 0;
+}
+
+int rf_descriptors_remove(struct rf_descriptors *descriptors, int fd)
+{
+	struct rf_descriptor *item = fd < 0 ? NULL : find(descriptors, fd + 1);
+
+	if (!item)
+		return -ENOENT;
+	set_number(item, 0);
+	if (is_empty(descriptors))
+		close_null(descriptors);
+	return 0;
+}
+
+static void replace(const struct rf_descriptor *null, const struct rf_descriptor *item)
+{
+	int fd = item->number - 1;
+
+	/* Free, its number would be the next file's, and that would hear what is said to it. */
+	if (!null->number || rf_sys_duplicate(null->number - 1, fd) < 0)
+		rf_sys_close(fd);
+}
+
+void rf_descriptors_replace(struct rf_descriptors *descriptors)
+{
+	struct rf_descriptor_block *block = &descriptors->first;
+	size_t i;
+
+	if (is_empty(descriptors))
+		return;
+	(void)open_null(descriptors);
+	for (; block; block = block->next) {
+		for (i = 0; i < RF_DESCRIPTORS_BLOCK; i++) {
+			if (is_still(&block->items[i]))
+				replace(&descriptors->null, &block->items[i]);
+			set_number(&block->items[i], 0);
+		}
+	}
+	close_null(descriptors);
+}

@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * File descriptors that a child must not have: a device's. Through an inherited
+ * one a child that only exits destroys its parent's memory regions, and one that
+ * lives on keeps them pinned when the parent is gone. So the child handler puts
+ * /dev/null in their place before fork() returns there: their numbers stay taken,
+ * and what still speaks to them is heard by nobody.
+ *
+ *	first block  [number file] [number file] ... -> next block -> ...
+ *
+ * Read by the child handler of a fork that may come between any two stores, so an
+ * item's number is stored last and cleared first, blocks never go away, and
+ * nothing is counted. A number alone does not say that it is still the file that
+ * was named: whoever closed it, and got the number again, keeps his.
+ *
+ * Writers hold the engine's lock.
+ */
+#ifndef RF_DESCRIPTORS_H
+#define RF_DESCRIPTORS_H
+
+#include "sys.h"
+
+struct rf_descriptor {
+	int number;		/* the descriptor + 1; 0: a free item */
+	struct rf_file file;
+};
+
+#define RF_DESCRIPTORS_BLOCK 16
+
+struct rf_descriptor_block {
+	struct rf_descriptor items[RF_DESCRIPTORS_BLOCK];
+	struct rf_descriptor_block *next;
+};
+
+struct rf_descriptors {
+	struct rf_descriptor_block first;
+	struct rf_descriptor null;	/* /dev/null, kept open while there are items */
+};
+
+/* -EBADF, -EMFILE, -ENOMEM, whatever opening /dev/null says: nothing has changed. */
+int rf_descriptors_add(struct rf_descriptors *descriptors, int fd);
+
+/* -ENOENT: it is not there. */
+int rf_descriptors_remove(struct rf_descriptors *descriptors, int fd);
+
+/* In a forked child: put /dev/null in the place of each, and forget them. */
+void rf_descriptors_replace(struct rf_descriptors *descriptors);
+
+#endif

@@ -1,0 +1,355 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* What a child finds in the place of descriptors it must not have. */
+#define _GNU_SOURCE
+#include "check.h"
+#include "engine.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+
+/* Stands for a device: a special file that is not /dev/null. */
+static int open_device(void)
+{
+	int fd = open("/dev/zero", O_RDWR | O_CLOEXEC);
+
+	CHECK(fd >= 0);
+	return fd;
+}
+
+static bool names(int fd, const char *path)
+{
+	char link[64], target[256];
+	ssize_t length;
+
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+	length = readlink(link, target, sizeof(target) - 1);
+	if (length < 0)
+		return !path;
+	target[length] = '\0';
+	return path && !strcmp(target, path);
+}
+
+static size_t descriptors(void)
+{
+	size_t count = 0;
+	int fd;
+
+	for (fd = 0; fd < 512; fd++)
+		count += fcntl(fd, F_GETFD) >= 0;
+	return count;
+}
+
+/* In a child: true if @check(@fd) holds there. */
+static bool in_child(bool (*check)(int), int fd)
+{
+	pid_t pid = fork();
+
+	CHECK(pid >= 0);
+	if (!pid)
+		_exit(check(fd) ? 0 : 1);
+	return check_wait(pid) == 0;
+}
+
+static bool is_null(int fd)
+{
+	return names(fd, "/dev/null") && fcntl(fd, F_GETFD) == FD_CLOEXEC;
+}
+
+static bool is_device(int fd)
+{
+	return names(fd, "/dev/zero");
+}
+
+static bool is_closed(int fd)
+{
+	return fcntl(fd, F_GETFD) < 0;
+}
+
+static bool is_null_for_grandchildren(int fd)
+{
+	return is_null(fd) && in_child(is_null, fd);
+}
+
+static bool has_as_many(int count)
+{
+	return descriptors() == (size_t)count;
+}
+
+static void a_child_finds_dev_null(void)
+{
+	int device = open_device(), event = eventfd(0, EFD_CLOEXEC), other = open_device();
+	size_t before = descriptors();
+
+	CHECK(rf_descriptor_omit(device) == 0 && rf_descriptor_omit(event) == 0);
+	CHECK(in_child(is_null_for_grandchildren, device));
+	CHECK(in_child(is_null, event));
+	CHECK(in_child(is_device, other));
+	/* The reserve is closed there. */
+	CHECK(descriptors() == before + 1 && in_child(has_as_many, (int)before));
+	CHECK(is_device(device));
+	CHECK(rf_descriptor_release(device) == 0);
+	CHECK(in_child(is_device, device));
+	CHECK(in_child(is_null, event));
+	CHECK(rf_descriptor_release(event) == 0);
+	CHECK(rf_descriptor_release(event) == -ENOENT);
+	CHECK(descriptors() == before);
+}
+
+static void any_number_of_them(void)
+{
+	int fds[200];
+	size_t i;
+
+	for (i = 0; i < COUNT_OF(fds); i++) {
+		fds[i] = open_device();
+		CHECK(rf_descriptor_omit(fds[i]) == 0);
+	}
+	for (i = 0; i < COUNT_OF(fds); i++)
+		CHECK(in_child(is_null, fds[i]));
+	for (i = 0; i < COUNT_OF(fds); i++)
+		CHECK(rf_descriptor_release(fds[(i * 77) % COUNT_OF(fds)]) == 0);
+	for (i = 0; i < COUNT_OF(fds); i++)
+		CHECK(in_child(is_device, fds[i]));
+}
+
+static void a_number_that_names_another_file_stays(void)
+{
+	int device = open_device(), other = open("/dev/full", O_RDWR);
+
+	CHECK(rf_descriptor_omit(device) == 0);
+	CHECK(dup2(other, device) == device);
+	CHECK(!in_child(is_null, device));
+	/* And may be omitted in its turn. */
+	CHECK(rf_descriptor_omit(device) == 0);
+	CHECK(in_child(is_null, device));
+	CHECK(rf_descriptor_release(device) == 0);
+	CHECK(!in_child(is_null, device));
+	CHECK(rf_descriptor_release(device) == -ENOENT);
+}
+
+static void bad_numbers_are_refused(void)
+{
+	size_t before = descriptors();
+
+	CHECK(rf_descriptor_omit(-1) == -EBADF && rf_descriptor_omit(500) == -EBADF);
+	CHECK(rf_descriptor_release(-1) == -ENOENT && rf_descriptor_release(500) == -ENOENT);
+	CHECK(descriptors() == before);
+}
+
+static int reserve(void)
+{
+	return rf_engine.descriptors.null.number - 1;
+}
+
+static void the_reserve_may_be_lost(void)
+{
+	const struct rlimit none = { 0, 0 };
+	int device = open_device();
+
+	CHECK(rf_descriptor_omit(device) == 0);
+	CHECK(is_null(reserve()));
+	close(reserve());
+	CHECK(in_child(is_null, device));
+	/* Its number is somebody else's by now, who keeps it. */
+	CHECK(open_device() == reserve());
+	CHECK(in_child(is_null, device) && in_child(is_device, reserve()));
+	CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
+	CHECK(in_child(is_closed, device));
+	CHECK(is_device(device));
+	CHECK(rf_descriptor_release(device) == 0);
+	CHECK(is_device(reserve() < 0 ? device : reserve()));
+}
+
+static bool fails_at_every_call(int fd)
+{
+	unsigned long nth, faults = rf_sys_faults();
+
+	for (nth = 1; nth < 8; nth++) {
+		unsigned long seen = rf_sys_faults();
+		bool alone = !rf_engine.descriptors.null.number;
+		size_t before = descriptors();
+		int rc;
+
+		rf_sys_fail(nth, EMFILE);
+		rc = rf_descriptor_omit(fd);
+		rf_sys_fail(0, 0);
+		if (rf_sys_faults() == seen) {
+			CHECK(rc == 0 && rf_descriptor_release(fd) == 0);
+			break;
+		}
+		if (rc < 0) {
+			CHECK(rc == -EMFILE || rc == -ENOMEM);
+			CHECK(!in_child(is_null, fd));
+			CHECK(rf_descriptor_release(fd) == -ENOENT);
+		} else {
+			CHECK(rf_descriptor_release(fd) == 0);
+		}
+		CHECK(descriptors() <= before + alone);
+	}
+	return rf_sys_faults() > faults;
+}
+
+static void failures_change_nothing(void)
+{
+	int device = open_device(), fds[RF_DESCRIPTORS_BLOCK];
+	size_t i;
+
+	CHECK(fails_at_every_call(device));
+	for (i = 0; i < COUNT_OF(fds); i++) {
+		fds[i] = open_device();
+		CHECK(rf_descriptor_omit(fds[i]) == 0);
+	}
+	/* Where a block is to be had, too. */
+	CHECK(fails_at_every_call(device));
+	for (i = 0; i < COUNT_OF(fds); i++)
+		CHECK(in_child(is_null, fds[i]));
+}
+
+static unsigned long failing;
+
+static void fail_in_child(void)
+{
+	rf_sys_fail(failing, EBADF);
+}
+
+static bool is_out_of_reach(int fd)
+{
+	rf_sys_fail(0, 0);
+	return is_null(fd) || is_closed(fd);
+}
+
+/* The handlers of a child run in the order they were installed in. */
+__attribute__((constructor(101))) static void install_before(void)
+{
+	pthread_atfork(NULL, NULL, fail_in_child);
+}
+
+static void a_child_that_cannot_duplicate_closes(void)
+{
+	int device = open_device();
+	unsigned long nth;
+
+	CHECK(rf_descriptor_omit(device) == 0);
+	/* The reserve looked at, this one looked at, duplicated. */
+	for (nth = 3; nth < 8; nth++) {
+		failing = nth;
+		CHECK(in_child(is_out_of_reach, device), "call %lu", nth);
+	}
+	failing = 0;
+	CHECK(in_child(is_null, device));
+}
+
+static void a_raw_clone_may_share_them(void)
+{
+	int device = open_device();
+	pid_t pid;
+
+	CHECK(rf_descriptor_omit(device) == 0);
+	pid = (pid_t)syscall(SYS_clone, CLONE_FILES | SIGCHLD, NULL, NULL, NULL, NULL);
+	if (!pid) {
+		(void)rf_generation();
+		syscall(SYS_exit_group, is_device(device) ? 0 : 1);
+	}
+	CHECK(check_wait(pid) == 0);
+	CHECK(is_device(device));
+}
+
+static uint64_t forks_seen[3];
+
+static void look_prepare(void)
+{
+	forks_seen[0] = rf_forks();
+}
+
+static void look_parent(void)
+{
+	forks_seen[1] = rf_forks();
+}
+
+static void forks_are_counted(void)
+{
+	uint64_t before = rf_forks();
+
+	pthread_atfork(look_prepare, look_parent, NULL);
+	CHECK(before && rf_forks() == before);
+	check_fork();
+	/* Installed later: before the engine's own as it prepares, after it in the parent. */
+	CHECK(forks_seen[0] == before && forks_seen[1] > before);
+	CHECK(rf_forks() == forks_seen[1]);
+}
+
+/* Bit n: descriptor n is one of the device's that is open and omitted, as its opener knows. */
+static int omitted[64];
+static bool over;
+
+static void *open_and_close(void *unused)
+{
+	(void)unused;
+	while (!__atomic_load_n(&over, __ATOMIC_SEQ_CST)) {
+		uint64_t before = rf_forks();
+		int fd = open("/dev/full", O_RDWR | O_CLOEXEC);
+
+		CHECK(fd >= 0 && fd < (int)COUNT_OF(omitted));
+		CHECK(rf_descriptor_omit(fd) == 0);
+		if (before && rf_forks() == before) {
+			__atomic_store_n(&omitted[fd], 1, __ATOMIC_SEQ_CST);
+			sched_yield();
+			__atomic_store_n(&omitted[fd], 0, __ATOMIC_SEQ_CST);
+		}
+		CHECK(rf_descriptor_release(fd) == 0);
+		close(fd);
+	}
+	return NULL;
+}
+
+static bool none_reaches_the_device(int unused)
+{
+	size_t fd;
+
+	(void)unused;
+	for (fd = 0; fd < COUNT_OF(omitted); fd++)
+		if (omitted[fd] && !is_null((int)fd))
+			return false;
+	return true;
+}
+
+static void threads_open_and_close_while_others_fork(void)
+{
+	unsigned long round, rounds = check_scale(2000);
+	pthread_t threads[3];
+	size_t i;
+
+	for (i = 0; i < COUNT_OF(threads); i++)
+		CHECK(!pthread_create(&threads[i], NULL, open_and_close, NULL));
+	for (round = 0; round < rounds; round++) {
+		CHECK(in_child(none_reaches_the_device, 0));
+		usleep((useconds_t)check_below(300));
+	}
+	__atomic_store_n(&over, true, __ATOMIC_SEQ_CST);
+	for (i = 0; i < COUNT_OF(threads); i++)
+		pthread_join(threads[i], NULL);
+	CHECK(!rf_engine.descriptors.null.number);
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+		SCENARIO(a_child_finds_dev_null),
+		SCENARIO(any_number_of_them),
+		SCENARIO(a_number_that_names_another_file_stays),
+		SCENARIO(bad_numbers_are_refused),
+		SCENARIO(the_reserve_may_be_lost),
+		SCENARIO(failures_change_nothing),
+		SCENARIO(a_child_that_cannot_duplicate_closes),
+		SCENARIO(a_raw_clone_may_share_them),
+		SCENARIO(forks_are_counted),
+		SCENARIO_SLOW(threads_open_and_close_while_others_fork),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

@@ -12,10 +12,12 @@ void rf_advisor_init(struct rf_advisor *advisor)
 	rf_ranges_init(&advisor->ranges);
 }
 
-void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel, bool whole)
+void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel, bool whole,
+		      bool contested)
 {
 	advisor->kernel = kernel;
 	advisor->whole = whole || !kernel->copy_trusted;
+	advisor->contested = contested || !kernel->copy_trusted;
 	advisor->vma_budget = kernel->max_map_count / 2;
 	rf_memory_free(&advisor->reader.table);
 	rf_vma_init(&advisor->reader, kernel->procmap_query, rf_kernel_huge_shift(kernel));

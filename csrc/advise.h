@@ -34,6 +34,7 @@ struct rf_advisor {
 	struct rf_ranges ranges;
 	const struct rf_kernel *kernel;
 	bool whole;		/* mark every page touched, not only those filled */
+	bool contested;		/* others may take marks away: every fold marks again */
 	bool dirty;		/* something is unasked or due: the next fold walks */
 	uint64_t vma_budget;
 	uintptr_t touched;	/* the mapping touched last before it was split */
@@ -43,8 +44,13 @@ struct rf_advisor {
 
 void rf_advisor_init(struct rf_advisor *advisor);
 
-/* Nothing is counted yet. @whole: mark whole pages even where copying is trusted. */
-void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel, bool whole);
+/*
+ * Nothing is counted yet. @whole: mark whole pages even where copying is trusted.
+ * @contested: somebody else in the process advises the same pages. Where copying is
+ * not trusted that is assumed, as a mark that is gone is data that is lost.
+ */
+void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel, bool whole,
+		      bool contested);
 
 /* Forget everything and keep the memory, for a child that inherits it. */
 void rf_advisor_clear(struct rf_advisor *advisor);

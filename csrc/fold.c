@@ -47,6 +47,11 @@ static bool is_due(const struct rf_range *range)
 	       rf_range_wants(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
 }
 
+static bool is_marked_and_held(const struct rf_range *range)
+{
+	return range->mark && rf_range_wants(range) && !(range->flags & RF_RANGE_DOUBT);
+}
+
 /* Is there anything to ask or to mark? */
 static bool remains(const struct rf_advisor *advisor)
 {
@@ -211,8 +216,25 @@ static void leave_unasked(struct rf_advisor *advisor)
 		rf_advise_leave(advisor, &run);
 }
 
+/*
+ * Others advise the same pages: an MADV_DOFORK of libibverbs' own tracker, which knows
+ * nothing of our counts, takes our marks away. Memory that is not held may be another's
+ * by now.
+ */
+static void mark_again(struct rf_advisor *advisor)
+{
+	struct rf_run run;
+	uintptr_t at;
+
+	for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_marked_and_held, &run);
+	     at = run.end)
+		(void)rf_advise_call(advisor, run.start, run.end, MADV_DONTFORK);
+}
+
 void rf_advise_fold(struct rf_advisor *advisor, struct rf_registry *registry)
 {
+	if (advisor->contested)
+		mark_again(advisor);
 	if (advisor->ranges.retries)
 		rf_advise_retry(advisor);
 	advisor->dirty = advisor->dirty && remains(advisor);

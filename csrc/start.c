@@ -43,6 +43,12 @@ static int edges_of_environment(bool *whole, struct rf_error *error)
 	return *whole || !value || !*value ? 0 : wrong_value(error, "RDMAFORK_EDGES", value);
 }
 
+/* The variables with which libibverbs, too, tracks what is registered through it. */
+static bool environment_starts(void)
+{
+	return secure_getenv("RDMAV_FORK_SAFE") || secure_getenv("IBV_FORK_SAFE");
+}
+
 struct object_name {
 	size_t wanted, at;
 	char text[4096];
@@ -140,7 +146,7 @@ static int start(enum rf_mode mode, bool any, bool whole, struct rf_error *error
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
-	rf_advisor_start(&engine->advisor, kernel, whole);
+	rf_advisor_start(&engine->advisor, kernel, whole, environment_starts());
 	__atomic_store_n(&engine->environment_read, true, __ATOMIC_RELAXED);
 	/* After all that a child of another thread's fork finds with it. */
 	__atomic_store_n(&engine->mode, mode, __ATOMIC_RELEASE);
@@ -179,7 +185,7 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 
 int rf_start_by_environment(struct rf_error *error)
 {
-	if (secure_getenv("RDMAV_FORK_SAFE") || secure_getenv("IBV_FORK_SAFE"))
+	if (environment_starts())
 		return rf_fork_init(RF_MODE_AUTO, error);
 	__atomic_store_n(&rf_engine.environment_read, true, __ATOMIC_RELAXED);
 	return 0;

@@ -26,6 +26,7 @@ static void distrust_the_kernel(void)
 	kernel.copy_trusted = 0;
 	rf_engine.advisor.kernel = &kernel;
 	rf_engine.advisor.whole = true;
+	rf_engine.advisor.contested = true;
 }
 
 static void need_trust(void)
@@ -390,6 +391,28 @@ static void shared_and_private_in_one_registration(void)
 /* ---- Limits of VMAs ---- */
 
 #define PIECES 40
+
+static void marks_that_others_take_away_are_back_at_the_fork(void)
+{
+	char *memory = check_map(8);
+	struct rf_handle held, unheld;
+
+	setenv("RDMAV_FORK_SAFE", "0", 1);
+	check_start(RF_MODE_EAGER);
+	held = check_register(memory + check_page, 2 * check_page, RF_HELD);
+	unheld = check_register(memory + 5 * check_page, 2 * check_page, 0);
+	CHECK(madvise(memory, 8 * check_page, MADV_DOFORK) == 0);
+	CHECK(check_marked(memory, 8) == 0);
+	CHECK(!check_child_reads(memory + check_page) && !check_child_reads(memory + 2 * check_page));
+	CHECK(check_child_reads(memory + 3 * check_page));
+	/* It may be another's memory by now. */
+	CHECK(check_child_reads(memory + 5 * check_page));
+	CHECK(check_marked(memory, 8) == 2);
+	check_release(unheld);
+	check_release(held);
+	CHECK(check_marked(memory, 8) == 0);
+	check_empty();
+}
 
 static void the_budget_is_kept_and_what_is_left_is_counted(void)
 {
@@ -802,6 +825,7 @@ int main(int argc, char **argv)
 		SCENARIO(memory_unmapped_before_its_release),
 		SCENARIO(shared_memory_stays_with_the_child),
 		SCENARIO(shared_and_private_in_one_registration),
+		SCENARIO(marks_that_others_take_away_are_back_at_the_fork),
 		SCENARIO(the_budget_is_kept_and_what_is_left_is_counted),
 		SCENARIO(the_fold_gives_vmas_to_the_longest),
 		SCENARIO(past_the_budget_nothing_is_claimed_where_copying_is_not_trusted),

@@ -11,6 +11,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 LIBRARY = "rdmafork.librdmafork"
+MODULES = ("_core", "_dlpack", "_pins", "_verbs")
 HEADERS = sorted(glob("csrc/*.h") + glob("rdmafork/*.pxd"))
 FLAGS = (
     "-std=gnu11 -O2 -DNDEBUG -fPIC -pthread -fvisibility=hidden "
@@ -76,5 +77,5 @@ library = Extension(LIBRARY, sorted(glob("csrc/*.c")), depends=[*HEADERS, "setup
 linux = sys.platform == "linux"
 setup(
     cmdclass={"build_ext": build},
-    ext_modules=[library, module("_core"), module("_dlpack"), module("_pins")] if linux else [],
+    ext_modules=[library, *map(module, MODULES)] if linux else [],
 )

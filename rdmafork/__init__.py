@@ -27,6 +27,7 @@ from rdmafork._results import (
     Stats,
     UnprotectedWarning,
 )
+from rdmafork._verbs import Access, Context, MemoryRegion, ProtectionDomain
 from rdmafork._version import __version__
 
 __all__ = [
@@ -44,6 +45,10 @@ __all__ = [
     "Stats",
     "kernel_info",
     "KernelInfo",
+    "Context",
+    "ProtectionDomain",
+    "MemoryRegion",
+    "Access",
     "get_include",
     "get_library",
     "__version__",

@@ -1,6 +1,6 @@
 import sys
 from types import TracebackType
-from typing import Any, Protocol, SupportsIndex, final
+from typing import Any, Protocol, SupportsIndex
 
 if sys.version_info >= (3, 12):
     from collections.abc import Buffer
@@ -13,7 +13,6 @@ class _Tensor(Protocol):
     def __dlpack__(self) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
-@final
 class Registration:
     @property
     def obj(self) -> Any: ...

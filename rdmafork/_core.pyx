@@ -13,6 +13,7 @@ from cpython.buffer cimport PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.exc cimport PyErr_Clear
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
 from libc.errno cimport EAGAIN
 from libc.stdint cimport UINT64_MAX, uintptr_t
 
@@ -73,7 +74,6 @@ cdef class Borrowed:
         self.capsule = capsule
 
 
-@cython.final
 @cython.freelist(64)
 @cython.no_gc_clear  # Clearing would drop the buffer without releasing it.
 cdef class Registration:
@@ -86,21 +86,14 @@ cdef class Registration:
     In a forked child it raises InheritedError when used; closing it there does
     nothing and makes no system call.
     """
-    cdef Py_buffer view      # .obj NULL: the memory is held by owner instead
-    cdef object owner        # or nobody
-    cdef rf_handle handle
-    cdef uintptr_t start
-    cdef size_t length
-    cdef bint open
-    cdef bint is_protected
 
     def __init__(self):
         raise TypeError("a Registration is made by register() or register_address()")
 
     def __dealloc__(self):
         if self.open:
-            release(self.handle)
-        drop_view(self)
+            release(self.slot)
+        let_go(self)
 
     def __reduce__(self):
         raise TypeError("a Registration cannot be pickled: it names memory of this process")
@@ -114,10 +107,8 @@ cdef class Registration:
         with cython.critical_section(self):
             if not self.open:
                 return
-            if release(self.handle) == -EDEADLK:
-                raise failure(-EDEADLK, NULL, self.start, self.length)
-            self.open = False
-            drop_view(self)
+            unprotect(self)
+            let_go(self)
 
     def __enter__(self):
         check_usable(self)
@@ -169,7 +160,7 @@ cdef class Registration:
     @property
     def inherited(self):
         """It is the parent's, and this is a forked child."""
-        return self.handle.generation != rf_generation()
+        return self.slot.generation != rf_generation()
 
     def __repr__(self):
         state = (
@@ -181,7 +172,14 @@ cdef class Registration:
         return f"<rdmafork.Registration 0x{self.start:x}, {self.length} bytes, {state}>"
 
 
-cdef int drop_view(Registration self) except -1:
+cdef int abandon(Registration self) except -1:
+    self.open = False
+    forget_view(&self.view)
+    Py_INCREF(self.owner)
+    return 0
+
+
+cdef int let_go(Registration self) except -1:
     # Forgotten before it is released: the exporter's code may let other threads in.
     cdef Py_buffer view = self.view
     self.open = False
@@ -195,7 +193,7 @@ cdef int drop_view(Registration self) except -1:
 cdef int check_usable(Registration self) except -1:
     if not self.open:
         raise ValueError("the registration is closed")
-    if self.handle.generation != rf_generation():
+    if self.slot.generation != rf_generation():
         raise InheritedError(
             f"registration of {self.length} bytes at 0x{self.start:x} belongs to the parent "
             f"process: its memory is absent in this child; register afresh here")
@@ -210,16 +208,21 @@ cdef inline int release(rf_handle handle) noexcept:
     return rc
 
 
-cdef int take(Registration self, unsigned int flags, rf_policy policy) except -1:
-    """Register self.start, self.length."""
+cdef int unprotect(Registration self) except -1:
+    if release(self.slot) == -EDEADLK:
+        raise failure(-EDEADLK, NULL, self.start, self.length)
+    return 0
+
+
+cdef int protect(Registration self, unsigned int flags, rf_policy policy) except -1:
     cdef rf_error error
     cdef int rc
     rc = rf_register(
-        <const void *>self.start, self.length, flags | RF_NOWAIT, policy, &self.handle, &error)
+        <const void *>self.start, self.length, flags | RF_NOWAIT, policy, &self.slot, &error)
     if rc == -EAGAIN:
         with nogil:
             rc = rf_register(
-                <const void *>self.start, self.length, flags, policy, &self.handle, &error)
+                <const void *>self.start, self.length, flags, policy, &self.slot, &error)
     if rc < 0:
         raise failure(rc, &error, self.start, self.length)
     self.is_protected = rc == 1
@@ -273,6 +276,10 @@ cdef int take_tensor(Registration self, object tensor) except -1:
     return 0
 
 
+cdef int hold(Registration self, object buffer) except -1:
+    return take_buffer(self, buffer) if PyObject_CheckBuffer(buffer) else take_tensor(self, buffer)
+
+
 def register(buffer, *, on_fork="omit"):
     """Register a buffer, so that fork() neither moves nor copies its pages.
 
@@ -294,11 +301,8 @@ def register(buffer, *, on_fork="omit"):
     if on_fork is not OMIT:
         policy = policy_of(on_fork)
     cdef Registration self = Registration.__new__(Registration)
-    if PyObject_CheckBuffer(buffer):
-        take_buffer(self, buffer)
-    else:
-        take_tensor(self, buffer)
-    take(self, RF_HELD, policy)
+    hold(self, buffer)
+    protect(self, RF_HELD, policy)
     return self
 
 
@@ -326,7 +330,7 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
     self.start = address
     self.length = nbytes
     self.owner = owner
-    take(self, RF_HELD if owner is not None else 0, policy)
+    protect(self, RF_HELD if owner is not None else 0, policy)
     return self
 
 

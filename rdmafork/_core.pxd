@@ -1,0 +1,27 @@
+# What a registration is to the modules that make other kinds of it.
+
+from libc.stdint cimport uintptr_t
+
+from rdmafork cimport rf_handle, rf_policy
+
+
+cdef class Registration:
+    cdef Py_buffer view      # .obj NULL: the memory is held by owner instead
+    cdef object owner        # or nobody
+    cdef rf_handle slot
+    cdef uintptr_t start
+    cdef size_t length
+    cdef bint open
+    cdef bint is_protected
+
+# Hold buffer, and take start and length from it.
+cdef int hold(Registration self, object buffer) except -1
+cdef int let_go(Registration self) except -1
+# Leave it registered and held for ever: a device may still write to it.
+cdef int abandon(Registration self) except -1
+# Register what is held with the engine, and give that back.
+cdef int protect(Registration self, unsigned int flags, rf_policy policy) except -1
+cdef int unprotect(Registration self) except -1
+# ValueError when it is closed, InheritedError in a child.
+cdef int check_usable(Registration self) except -1
+cdef rf_policy policy_of(object on_fork) except *

@@ -1,0 +1,93 @@
+import sys
+from enum import IntFlag
+from types import TracebackType
+from typing import Protocol, SupportsIndex, final
+
+if sys.version_info >= (3, 12):
+    from collections.abc import Buffer
+else:
+    from typing_extensions import Buffer
+
+from rdmafork._core import Registration, _Tensor
+
+class Access(IntFlag):
+    LOCAL_WRITE = 1
+    REMOTE_WRITE = 2
+    REMOTE_READ = 4
+    REMOTE_ATOMIC = 8
+    MW_BIND = 16
+    ZERO_BASED = 32
+    ON_DEMAND = 64
+    HUGETLB = 128
+    FLUSH_GLOBAL = 256
+    FLUSH_PERSISTENT = 512
+    RELAXED_ORDERING = 1048576
+
+class _Device(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def node_guid(self) -> int: ...
+
+def driven_devices() -> dict[str, int]: ...
+def port_mtu(device: _Device, number: int) -> tuple[int, int]: ...
+def access_text(flags: int) -> str: ...
+def memory_cause(nbytes: int) -> str: ...
+def mapping_cause(start: int, end: int, flags: int) -> str: ...
+
+class Parent:
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def inherited(self) -> bool: ...
+
+@final
+class Context(Parent):
+    def __init__(self, device: str | _Device) -> None: ...
+    @property
+    def device(self) -> _Device: ...
+    @property
+    def address(self) -> int: ...
+    def alloc_pd(self) -> ProtectionDomain: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Context: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
+class ProtectionDomain(Parent):
+    @staticmethod
+    def from_address(address: SupportsIndex, *, owner: object = None) -> ProtectionDomain: ...
+    @property
+    def context(self) -> Context | None: ...
+    @property
+    def address(self) -> int: ...
+    def register(
+        self, buffer: Buffer | _Tensor, access: SupportsIndex | None = None, on_fork: str = "omit"
+    ) -> MemoryRegion: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> ProtectionDomain: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
+class MemoryRegion(Registration):
+    @property
+    def lkey(self) -> int: ...
+    @property
+    def rkey(self) -> int: ...
+    @property
+    def handle(self) -> int: ...
+    @property
+    def access(self) -> Access: ...
+    def __enter__(self) -> MemoryRegion: ...

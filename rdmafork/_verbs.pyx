@@ -1,0 +1,731 @@
+# cython: language_level=3
+"""Devices through libibverbs: contexts, protection domains, memory regions.
+
+libibverbs.so.1 is opened when a device is first used, and what of it is declared
+in _ibverbs.pxd. Nothing of it is called in a forked child through an object of
+the parent's, and no verbs call is made with the GIL held.
+
+Who closes what: a context knows its protection domains and a domain its regions,
+by address alone, and each holds its parent. So a parent that is closed closes its
+children first, and one that is collected has none any more. A child leaves its
+parent's set first thing in its __dealloc__, and with the GIL nothing comes before
+that: an address in the set is that of a living object. Calls under way in other
+threads are counted, and waited for by who closes.
+"""
+
+cimport cython
+from cpython.object cimport PyObject
+from libc.errno cimport EBUSY, EFAULT, EINVAL, EIO, ENODEV, ENOMEM, EOPNOTSUPP, errno
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.string cimport strcmp
+from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
+from posix.unistd cimport usleep
+
+from rdmafork cimport *
+from rdmafork._core cimport Registration, abandon, check_usable, hold, let_go, policy_of
+from rdmafork._core cimport protect, unprotect
+from rdmafork._ibverbs cimport *
+
+import os
+import re
+import resource
+import sys
+from enum import IntFlag
+from operator import index
+
+from rdmafork._results import InheritedError
+
+cdef extern from "errno.h":
+    enum: EAGAIN, EDEADLK, ELIBACC
+
+cdef extern from "endian.h" nogil:
+    uint64_t be64toh(uint64_t)
+
+
+class Access(IntFlag):
+    """What a device may do with a memory region; reading it locally is always allowed.
+
+    Source: ibv_reg_mr(3).
+    """
+
+    __module__ = "rdmafork"
+
+    LOCAL_WRITE = 1
+    REMOTE_WRITE = 2
+    REMOTE_READ = 4
+    REMOTE_ATOMIC = 8
+    MW_BIND = 16
+    ZERO_BASED = 32
+    ON_DEMAND = 64
+    HUGETLB = 128
+    FLUSH_GLOBAL = 256
+    FLUSH_PERSISTENT = 512
+    RELAXED_ORDERING = 1 << 20
+
+
+cdef unsigned int UNPINNED = Access.ON_DEMAND
+cdef unsigned int NEEDS_LOCAL_WRITE = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
+cdef unsigned int WRITES = Access.LOCAL_WRITE | NEEDS_LOCAL_WRITE
+cdef unsigned int OPTIONAL = 0x3ff << 20  # ignored by devices that do not know it
+
+
+# ---- The library ---------------------------------------------------------------------
+
+cdef ibverbs verbs
+cdef bint loaded = False
+
+# Its list of devices has a lock, which a child inherits in whatever state it is.
+cdef uint32_t listing_process = 0
+cdef int listing = 0
+
+
+cdef void *symbol(void *library, const char *name) except NULL:
+    cdef void *address = dlsym(library, name)
+    if address == NULL:
+        raise OSError(ELIBACC, f"libibverbs.so.1 has no {name.decode()}; it is not rdma-core's")
+    return address
+
+
+cdef int load() except -1:
+    global loaded
+    cdef void *library
+    if loaded:
+        return 0
+    with nogil:
+        library = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL)
+    if library == NULL:
+        reason = dlerror()
+        raise OSError(
+            ELIBACC,
+            f"libibverbs.so.1 cannot be loaded; install libibverbs1 and ibverbs-providers (Debian, "
+            f"Ubuntu) or libibverbs (Fedora, RHEL): {reason.decode('utf-8', 'replace')}")
+    verbs.get_device_list = <ibv_device **(*)(int *) noexcept nogil>symbol(
+        library, "ibv_get_device_list")
+    verbs.free_device_list = <void (*)(ibv_device **) noexcept nogil>symbol(
+        library, "ibv_free_device_list")
+    verbs.get_device_name = <const char *(*)(ibv_device *) noexcept nogil>symbol(
+        library, "ibv_get_device_name")
+    verbs.get_device_guid = <uint64_t (*)(ibv_device *) noexcept nogil>symbol(
+        library, "ibv_get_device_guid")
+    verbs.open_device = <ibv_context *(*)(ibv_device *) noexcept nogil>symbol(
+        library, "ibv_open_device")
+    verbs.close_device = <int (*)(ibv_context *) noexcept nogil>symbol(
+        library, "ibv_close_device")
+    verbs.query_port = <int (*)(ibv_context *, uint8_t, ibv_port_attr *) noexcept nogil>symbol(
+        library, "ibv_query_port")
+    verbs.alloc_pd = <ibv_pd *(*)(ibv_context *) noexcept nogil>symbol(library, "ibv_alloc_pd")
+    verbs.dealloc_pd = <int (*)(ibv_pd *) noexcept nogil>symbol(library, "ibv_dealloc_pd")
+    verbs.reg_mr = <ibv_mr *(*)(ibv_pd *, void *, size_t, int) noexcept nogil>symbol(
+        library, "ibv_reg_mr")
+    verbs.reg_mr_iova2 = (
+        <ibv_mr *(*)(ibv_pd *, void *, size_t, uint64_t, unsigned int) noexcept nogil>dlsym(
+            library, "ibv_reg_mr_iova2"))
+    verbs.dereg_mr = <int (*)(ibv_mr *) noexcept nogil>symbol(library, "ibv_dereg_mr")
+    loaded = True
+    return 0
+
+
+cdef ibv_device **list_devices(int *count) except NULL:
+    """To be freed."""
+    global listing, listing_process
+    cdef ibv_device **devices
+    cdef int error
+    load()
+    if listing_process != rf_generation():
+        if listing:
+            raise OSError(
+                EDEADLK,
+                "this process was forked while another thread of its parent listed devices, so "
+                "libibverbs' lock is taken here for ever; exec(), or fork at another time")
+        listing_process = rf_generation()
+    listing += 1
+    with nogil:
+        devices = verbs.get_device_list(count)
+        error = errno
+    listing -= 1
+    if devices == NULL:
+        raise OSError(error, f"libibverbs cannot list devices: {os.strerror(error)}")
+    return devices
+
+
+cdef free_list(ibv_device **devices):
+    with nogil:
+        verbs.free_device_list(devices)
+
+
+def driven_devices():
+    """{name: node GUID} of the devices libibverbs has a driver for."""
+    cdef int count
+    cdef ibv_device **devices = list_devices(&count)
+    try:
+        return {
+            os.fsdecode(verbs.get_device_name(devices[i])): be64toh(verbs.get_device_guid(devices[i]))
+            for i in range(count)
+        }
+    finally:
+        free_list(devices)
+
+
+cdef ibv_context *open_listed(bytes name, object guid) except NULL:
+    """The device of that name, and of that node GUID unless it is None."""
+    cdef int count, i, error = ENODEV
+    cdef ibv_device **devices = list_devices(&count)
+    cdef ibv_context *context = NULL
+    try:
+        for i in range(count):
+            if strcmp(verbs.get_device_name(devices[i]), name) == 0 and (
+                    guid is None or guid == be64toh(verbs.get_device_guid(devices[i]))):
+                with nogil:
+                    context = verbs.open_device(devices[i])
+                    error = errno
+                break
+    finally:
+        free_list(devices)
+    if context == NULL:
+        raise OSError(error, f"cannot open RDMA device {os.fsdecode(name)}: {os.strerror(error)}")
+    return context
+
+
+def port_mtu(device, number):
+    """(active, largest) MTU in bytes of a port; the device is opened for the answer."""
+    cdef ibv_context *context
+    cdef ibv_port_attr attributes
+    cdef uint8_t port = number
+    cdef int error
+    context = open_listed(os.fsencode(device.name), device.node_guid)
+    with nogil:
+        error = verbs.query_port(context, port, &attributes)
+        verbs.close_device(context)
+    if error:
+        raise OSError(error, f"port {number} of {device.name}: {os.strerror(error)}")
+    return 128 << attributes.active_mtu, 128 << attributes.max_mtu
+
+
+# ---- Parents -------------------------------------------------------------------------
+
+@cython.internal
+@cython.no_gc_clear  # Its children leave it as they are deallocated.
+cdef class Parent:
+    """What has children, and is used by several threads while one closes it."""
+    cdef set children       # addresses
+    cdef uint32_t generation
+    cdef int users          # verbs calls under way on it or a child
+    cdef bint open
+
+    def __cinit__(self):
+        self.children = set()
+
+    def __reduce__(self):
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: it names a device's object")
+
+    @property
+    def closed(self):
+        """close() has been called."""
+        return not self.open
+
+    @property
+    def inherited(self):
+        """It is the parent's, and this is a forked child."""
+        return self.generation != rf_generation()
+
+    def __enter__(self):
+        check_open(self)
+        return self
+
+    def __exit__(self, kind, value, traceback, /):
+        self.close()
+
+
+cdef int check_open(Parent self) except -1:
+    if not self.open:
+        raise ValueError(f"the {type(self).__name__} is closed")
+    if self.generation != rf_generation():
+        raise InheritedError(
+            f"the {type(self).__name__} belongs to the parent process; open the device afresh "
+            f"in this child")
+    return 0
+
+
+cdef int wait_for_users(Parent self) except -1:
+    while True:
+        with cython.critical_section(self):
+            if not self.users:
+                return 0
+        with nogil:
+            usleep(50)
+
+
+cdef int enter(Parent self) except -1:
+    with cython.critical_section(self):
+        check_open(self)
+        self.users += 1
+    return 0
+
+
+cdef void leave(Parent self) noexcept:
+    with cython.critical_section(self):
+        self.users -= 1
+
+
+cdef int close_children(Parent self) except -1:
+    """Nothing new comes: it is not open any more."""
+    cdef object child
+    while True:
+        wait_for_users(self)
+        with cython.critical_section(self):
+            if not self.children:
+                return 0
+            child = <object><PyObject *><uintptr_t>next(iter(self.children))
+        child.close()
+
+
+cdef int add_child(Parent self, object child) except -1:
+    with cython.critical_section(self):
+        self.children.add(<uintptr_t><PyObject *>child)
+    return 0
+
+
+cdef int drop_child(Parent self, object child) except -1:
+    with cython.critical_section(self):
+        self.children.discard(<uintptr_t><PyObject *>child)
+    return 0
+
+
+cdef void enter_to_close(Parent self) noexcept:
+    with cython.critical_section(self):
+        self.users += 1
+
+
+cdef str describe(object state, Parent self):
+    return "closed" if not self.open else "inherited" if self.inherited else state
+
+
+# ---- Contexts ------------------------------------------------------------------------
+
+@cython.final
+@cython.no_gc_clear
+cdef class Context(Parent):
+    """An open RDMA device. A context manager.
+
+    device: a name, "mlx5_0" for example, or a Device. OSError: ENODEV no such
+    device (any more); ELIBACC libibverbs is not installed; else what keeps this
+    process from using it, as Device.problem says; EAGAIN forks follow one another
+    so closely that it cannot be opened between two.
+
+    Closing it closes what was made from it, first. Any thread may use and close
+    it; a close waits for registrations under way in others. In a forked child it
+    raises InheritedError when used, makes no verbs call, and its descriptors are
+    /dev/null before fork() returns there; a child may open the device afresh.
+
+    Source: ibv_open_device(3).
+    """
+    cdef ibv_context *context
+    cdef readonly object device
+
+    def __init__(self, device):
+        if self.device is not None:
+            raise TypeError("a Context is opened once")
+        name = device if isinstance(device, str) else device.name
+        self.context = open_between_forks(
+            os.fsencode(name), None if isinstance(device, str) else device.node_guid)
+        from types import SimpleNamespace
+        self.device = SimpleNamespace(name=name, node_guid=None) if isinstance(device, str) else device
+        self.generation = rf_generation()
+        self.open = True
+
+    def __dealloc__(self):
+        if self.open and self.generation == rf_generation():
+            close_context(self.context)
+
+    def close(self):
+        """Close what was made from it, then the device. A second call does nothing."""
+        with cython.critical_section(self):
+            if not self.open:
+                return
+            self.open = False
+        if self.inherited:
+            return
+        try:
+            close_children(self)
+        except BaseException:
+            self.open = True
+            raise
+        close_context(self.context)
+
+    @property
+    def address(self):
+        """The struct ibv_context's, for other code's verbs calls while this is open."""
+        check_open(self)
+        return <uintptr_t>self.context
+
+    def alloc_pd(self):
+        """A new ProtectionDomain. Source: ibv_alloc_pd(3)."""
+        cdef ProtectionDomain domain = ProtectionDomain.__new__(ProtectionDomain)
+        cdef int error
+        domain.context = self
+        enter(self)
+        try:
+            add_child(self, domain)
+            with nogil:
+                domain.pd = verbs.alloc_pd(self.context)
+                error = errno
+            domain.generation = self.generation
+            domain.open = domain.pd != NULL
+        finally:
+            if not domain.open:
+                drop_child(self, domain)
+            leave(self)
+        if not domain.open:
+            raise OSError(
+                error, f"no protection domain at {self.device.name}: {os.strerror(error)}")
+        return domain
+
+    def __repr__(self):
+        return f"<rdmafork.Context {self.device.name}, {describe('open', self)}>"
+
+
+cdef int close_context(ibv_context *context) except -1:
+    # A child made after this may keep the descriptors, of a context that has nothing.
+    rf_descriptor_release(context.cmd_fd)
+    rf_descriptor_release(context.async_fd)
+    with nogil:
+        verbs.close_device(context)
+    return 0
+
+
+cdef ibv_context *open_between_forks(bytes name, object guid) except NULL:
+    """A fork between open and omit would give a child the descriptors: then once more."""
+    cdef ibv_context *context
+    cdef uint64_t before
+    cdef int attempt, rc
+    for attempt in range(2000):
+        before = rf_forks()
+        if not before:
+            with nogil:
+                usleep(500)
+            continue
+        context = open_listed(name, guid)
+        rc = rf_descriptor_omit(context.cmd_fd)
+        if rc >= 0:
+            rc = rf_descriptor_omit(context.async_fd)
+        if rc >= 0 and rf_forks() == before:
+            return context
+        close_context(context)
+        if rc < 0:
+            raise OSError(
+                -rc, f"the descriptors of {os.fsdecode(name)} cannot be kept from children: "
+                f"{os.strerror(-rc)}")
+    raise OSError(
+        EAGAIN, f"{os.fsdecode(name)} cannot be opened while other threads fork all the time")
+
+
+# ---- Protection domains --------------------------------------------------------------
+
+@cython.final
+@cython.no_gc_clear  # It is deallocated before its context is.
+cdef class ProtectionDomain(Parent):
+    """What regions and queue pairs must share to work together. A context manager.
+
+    Made by Context.alloc_pd(), or by from_address() of other code's. Threads,
+    forks and closing: as Context.
+
+    Source: ibv_alloc_pd(3).
+    """
+    cdef readonly Context context   # None: other code's domain
+    cdef object owner               # of that
+    cdef ibv_pd *pd
+
+    def __init__(self):
+        raise TypeError("a ProtectionDomain is made by Context.alloc_pd() or from_address()")
+
+    def __dealloc__(self):
+        if self.context is None:
+            return
+        if not self.open or self.generation != rf_generation():
+            drop_child(self.context, self)
+            return
+        enter_to_close(self.context)
+        drop_child(self.context, self)
+        with nogil:
+            verbs.dealloc_pd(self.pd)
+        leave(self.context)
+
+    @staticmethod
+    def from_address(address, *, owner=None):
+        """The protection domain at a struct ibv_pd's address, of other code.
+
+        It is not closed with this object, must live longer, and owner is held
+        meanwhile. What its context's descriptors are in a child is that code's
+        to say; the regions made here are as any other.
+        """
+        cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
+        cdef uintptr_t pd = index(address)
+        if not pd:
+            raise ValueError("no protection domain lies at address 0")
+        load()
+        self.pd = <ibv_pd *>pd
+        self.owner = owner
+        self.generation = rf_generation()
+        self.open = True
+        return self
+
+    def close(self):
+        """Close its regions, then the domain. A second call does nothing.
+
+        OSError: EBUSY other code has objects in it, queue pairs for example; the
+        regions are closed, the domain is not.
+        """
+        cdef int rc = 0
+        with cython.critical_section(self):
+            if not self.open:
+                return
+            self.open = False
+        if self.inherited:
+            return
+        try:
+            close_children(self)
+            if self.context is not None:
+                with nogil:
+                    rc = verbs.dealloc_pd(self.pd)
+            if rc and rc != EIO:
+                raise OSError(rc, f"{self!r} cannot be closed: " + (
+                    "queue pairs or other objects of its are not destroyed yet"
+                    if rc == EBUSY else os.strerror(rc)))
+        except BaseException:
+            self.open = True
+            raise
+        if self.context is not None:
+            drop_child(self.context, self)
+        self.owner = None
+
+    @property
+    def address(self):
+        """The struct ibv_pd's, for other code's verbs calls while this is open."""
+        check_open(self)
+        return <uintptr_t>self.pd
+
+    def register(self, buffer, access=None, on_fork="omit"):
+        """Register a buffer with the device: a MemoryRegion, which fork() leaves alone.
+
+        buffer, on_fork: as rdmafork.register() takes them. access: Access flags;
+        None is LOCAL_WRITE where the buffer is writable, else none.
+
+        The pages are protected before the device pins them. ON_DEMAND regions pin
+        nothing and are not protected. After any failure neither is left.
+
+        BufferError: write access to a read-only buffer. OSError, naming range,
+        access and likely cause: ENOMEM, often RLIMIT_MEMLOCK; EFAULT, not mapped
+        or not writable; EINVAL, EOPNOTSUPP, access the device does not have.
+
+        Source: ibv_reg_mr(3).
+        """
+        cdef MemoryRegion region = MemoryRegion.__new__(MemoryRegion)
+        cdef rf_policy policy = policy_of(on_fork)
+        cdef int error = 0
+        check_open(self)
+        region.domain = self
+        hold(region, buffer)
+        region.access_flags = access_of(region, access)
+        if region.access_flags & UNPINNED:
+            region.slot.generation = rf_generation()
+            region.open = True
+        else:
+            protect(region, RF_HELD, policy)
+        enter(self)
+        try:
+            add_child(self, region)
+            error = pin(region)
+        finally:
+            if region.mr == NULL:
+                drop_child(self, region)
+            leave(self)
+        if error:
+            raise refusal(error, region)
+        return region
+
+    def __repr__(self):
+        return f"<rdmafork.ProtectionDomain {place(self)}, {describe('open', self)}>"
+
+
+cdef str place(ProtectionDomain self):
+    return "of another library" if self.context is None else f"at {self.context.device.name}"
+
+
+cdef unsigned int access_of(Registration region, object access) except? 0xffffffff:
+    cdef bint readonly = <PyObject *>region.view.obj != NULL and region.view.readonly
+    if access is None:
+        return 0 if readonly else Access.LOCAL_WRITE
+    flags = index(access)
+    if not 0 <= flags <= 0x7fffffff:
+        raise ValueError(f"access must be flags of rdmafork.Access, not {access!r}")
+    if readonly and flags & WRITES:
+        raise BufferError(
+            f"cannot register this {type(region.view.obj).__name__} with access "
+            f"{access_text(flags)}: it is read-only; use a writable buffer, or access=0 or "
+            f"REMOTE_READ")
+    return flags
+
+
+def access_text(flags):
+    return "|".join([flag.name for flag in Access if flag & flags]) or "local read"
+
+
+cdef int pin(MemoryRegion region) except -1:
+    """0, or the errno."""
+    cdef unsigned int access = region.access_flags
+    cdef ibv_pd *pd = region.domain.pd
+    cdef int error
+    with nogil:
+        if access & OPTIONAL and verbs.reg_mr_iova2 != NULL:
+            region.mr = verbs.reg_mr_iova2(
+                pd, <void *>region.start, region.length, region.start, access)
+        else:
+            region.mr = verbs.reg_mr(
+                pd, <void *>region.start, region.length, <int>(access & ~OPTIONAL))
+        error = errno
+    return 0 if region.mr != NULL else error or EIO
+
+
+cdef object refusal(int error, MemoryRegion region):
+    """The OSError for what the device refused: the range, the access, the likely cause."""
+    end = region.start + region.length
+    flags = region.access_flags
+    if error == ENOMEM:
+        cause = memory_cause(region.length)
+    elif error == EFAULT:
+        cause = mapping_cause(region.start, end, flags)
+    elif error == EINVAL and not region.length:
+        cause = "a region needs at least one byte"
+    elif error == EINVAL and flags & NEEDS_LOCAL_WRITE and not flags & Access.LOCAL_WRITE:
+        cause = "REMOTE_WRITE and REMOTE_ATOMIC need LOCAL_WRITE too"
+    elif error in (EINVAL, EOPNOTSUPP):
+        cause = "the device does not have this access"
+    else:
+        cause = "the device refuses it"
+    return OSError(
+        error, f"cannot register 0x{region.start:x}-0x{end:x} ({region.length} bytes, access "
+        f"{access_text(flags)}) {place(region.domain)}: {os.strerror(error)}; {cause}")
+
+
+def memory_cause(nbytes):
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    with open("/proc/self/status") as file:
+        found = re.search(r"VmPin:\s*(\d+) kB", file.read())
+    pinned = int(found[1]) << 10 if found else 0
+    if limit == resource.RLIM_INFINITY or pinned + nbytes <= limit:
+        return "the kernel or the device is out of memory for it"
+    return (
+        f"RLIMIT_MEMLOCK allows this process {limit} pinned bytes and {pinned} are; raise it: "
+        f"ulimit -l, LimitMEMLOCK= of its systemd unit, memlock in limits.conf")
+
+
+def mapping_cause(start, end, flags):
+    at = start
+    with open("/proc/self/maps") as file:
+        for line in file:
+            span, permissions, *_ = line.split(" ", 2)
+            first, last = (int(bound, 16) for bound in span.split("-"))
+            if last <= at:
+                continue
+            if first > at or at >= end:
+                break
+            if flags & WRITES and permissions[1] != "w":
+                return f"0x{first:x}-0x{last:x} is mapped {permissions}, not for writing"
+            at = last
+    if at < end:
+        return f"nothing is mapped at 0x{at:x}"
+    return "the device cannot pin this kind of mapping"
+
+
+# ---- Memory regions ------------------------------------------------------------------
+
+@cython.final
+@cython.no_gc_clear  # It is deallocated before its domain is, and lets go of its buffer.
+cdef class MemoryRegion(Registration):
+    """Memory a device may use, and that fork() leaves alone, until close().
+
+    A Registration; made by ProtectionDomain.register(). The keys name it to the
+    device, lkey in this process's work requests, rkey in its peers'.
+    """
+    cdef ProtectionDomain domain
+    cdef ibv_mr *mr
+    cdef unsigned int access_flags
+
+    def __init__(self):
+        raise TypeError("a MemoryRegion is made by ProtectionDomain.register()")
+
+    def __dealloc__(self):
+        cdef ibv_mr *mr = self.mr
+        cdef int rc
+        if mr == NULL:
+            return
+        if self.slot.generation != rf_generation():
+            drop_child(self.domain, self)
+            return
+        enter_to_close(self.domain)
+        drop_child(self.domain, self)
+        with nogil:
+            rc = verbs.dereg_mr(mr)
+        leave(self.domain)
+        if rc and rc != EIO:
+            abandon(self)
+
+    def close(self):
+        """Deregister it, then give protection and buffer back. A second call does nothing.
+
+        OSError: the device refuses (EBUSY: memory windows are bound to it); then
+        it is registered as before.
+        """
+        cdef int rc
+        with cython.critical_section(self):
+            if not self.open:
+                return
+            self.open = False
+        if self.slot.generation == rf_generation():
+            enter_to_close(self.domain)
+            try:
+                with nogil:
+                    rc = verbs.dereg_mr(self.mr)
+                if rc and rc != EIO:
+                    self.open = True
+                    raise OSError(rc, f"{self!r} cannot be deregistered: " + (
+                        "memory windows are bound to it" if rc == EBUSY else os.strerror(rc)))
+                self.mr = NULL
+                unprotect(self)
+            finally:
+                if self.mr == NULL:
+                    drop_child(self.domain, self)
+                leave(self.domain)
+        let_go(self)
+
+    @property
+    def lkey(self):
+        """Names it in this process's work requests."""
+        check_usable(self)
+        return self.mr.lkey
+
+    @property
+    def rkey(self):
+        """Names it in a peer's remote reads, writes and atomics."""
+        check_usable(self)
+        return self.mr.rkey
+
+    @property
+    def handle(self):
+        """The kernel's number for it."""
+        check_usable(self)
+        return self.mr.handle
+
+    @property
+    def access(self):
+        """What the device may do with it, as Access."""
+        check_usable(self)
+        return Access(self.access_flags)
+
+    def __repr__(self):
+        if not self.open or self.inherited:
+            state = "inherited" if self.open else "closed"
+        else:
+            state = f"lkey 0x{self.mr.lkey:x}, rkey 0x{self.mr.rkey:x}, " + (
+                "protected" if self.is_protected else "not protected")
+        return f"<rdmafork.MemoryRegion 0x{self.start:x}, {self.length} bytes, {state}>"

@@ -106,7 +106,7 @@ TIGHT := sed -E 's/([^ \t])[ \t]+/\1 /g'
 CFORMATTED = $(wildcard csrc/*.[ch] tests/c/*.[ch])
 # Not a Python module; what Cython adds by itself.
 STUBLESS := 'rdmafork\.librdmafork' '.*\.__test__' '.*\.__(reduce|setstate)_cython__' '.*\.__pyx_capi__' \
-	'rdmafork\._core\.Registration\.__init__'
+	'rdmafork\._(core\.Registration|verbs\.(ProtectionDomain|MemoryRegion))\.__init__'
 PYTHON_TREES = setup.py $(wildcard rdmafork tests benchmarks docs examples)
 
 $(LINTERS): pyproject.toml $(BUILT)

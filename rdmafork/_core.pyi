@@ -2,6 +2,8 @@ import sys
 from types import TracebackType
 from typing import Any, Protocol, SupportsIndex
 
+from typing_extensions import disjoint_base
+
 if sys.version_info >= (3, 12):
     from collections.abc import Buffer
 else:
@@ -13,6 +15,7 @@ class _Tensor(Protocol):
     def __dlpack__(self) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
+@disjoint_base
 class Registration:
     @property
     def obj(self) -> Any: ...

@@ -29,7 +29,6 @@ from rdmafork._ibverbs cimport *
 import os
 import re
 import resource
-import sys
 from enum import IntFlag
 from operator import index
 
@@ -158,10 +157,11 @@ def driven_devices():
     cdef int count
     cdef ibv_device **devices = list_devices(&count)
     try:
-        return {
-            os.fsdecode(verbs.get_device_name(devices[i])): be64toh(verbs.get_device_guid(devices[i]))
-            for i in range(count)
-        }
+        found = {}
+        for i in range(count):
+            name = os.fsdecode(verbs.get_device_name(devices[i]))
+            found[name] = be64toh(verbs.get_device_guid(devices[i]))
+        return found
     finally:
         free_list(devices)
 
@@ -328,8 +328,10 @@ cdef class Context(Parent):
         name = device if isinstance(device, str) else device.name
         self.context = open_between_forks(
             os.fsencode(name), None if isinstance(device, str) else device.node_guid)
+        # Until there is a list to look it up in.
         from types import SimpleNamespace
-        self.device = SimpleNamespace(name=name, node_guid=None) if isinstance(device, str) else device
+        known = not isinstance(device, str)
+        self.device = device if known else SimpleNamespace(name=name, node_guid=None)
         self.generation = rf_generation()
         self.open = True
 
@@ -397,8 +399,8 @@ cdef ibv_context *open_between_forks(bytes name, object guid) except NULL:
     """A fork between open and omit would give a child the descriptors: then once more."""
     cdef ibv_context *context
     cdef uint64_t before
-    cdef int attempt, rc
-    for attempt in range(2000):
+    cdef int rc
+    for _ in range(2000):
         before = rf_forks()
         if not before:
             with nogil:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 if sys.platform != "linux":
     raise ImportError(
@@ -30,6 +31,21 @@ from rdmafork._results import (
 from rdmafork._verbs import Access, Context, MemoryRegion, ProtectionDomain
 from rdmafork._version import __version__
 
+if TYPE_CHECKING:
+    from rdmafork.devices import (
+        Device,
+        DeviceWarning,
+        Gid,
+        GidType,
+        LinkLayer,
+        NodeType,
+        PhysicalState,
+        Port,
+        PortState,
+        Transport,
+        get_device_list,
+    )
+
 __all__ = [
     "fork_init",
     "is_fork_initialized",
@@ -45,6 +61,17 @@ __all__ = [
     "Stats",
     "kernel_info",
     "KernelInfo",
+    "get_device_list",
+    "Device",
+    "Port",
+    "Gid",
+    "NodeType",
+    "Transport",
+    "PortState",
+    "PhysicalState",
+    "LinkLayer",
+    "GidType",
+    "DeviceWarning",
     "Context",
     "ProtectionDomain",
     "MemoryRegion",
@@ -63,3 +90,17 @@ def get_include() -> str:
 def get_library() -> str:
     """The path of librdmafork.so: the file to link with, or to name in LD_PRELOAD."""
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), "librdmafork.so")
+
+
+if not TYPE_CHECKING:
+    # Imported when first used: its enums take longer to make than all the rest to import.
+    def __getattr__(name):
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from rdmafork import devices
+
+        value = globals()[name] = getattr(devices, name)
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
 import sys
 from enum import IntFlag
 from types import TracebackType
-from typing import Protocol, SupportsIndex, final
+from typing import SupportsIndex, final
 
 if sys.version_info >= (3, 12):
     from collections.abc import Buffer
@@ -9,6 +9,7 @@ else:
     from typing_extensions import Buffer
 
 from rdmafork._core import Registration, _Tensor
+from rdmafork.devices import Device
 
 class Access(IntFlag):
     LOCAL_WRITE = 1
@@ -23,23 +24,17 @@ class Access(IntFlag):
     FLUSH_PERSISTENT = 512
     RELAXED_ORDERING = 1048576
 
-class _Device(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def node_guid(self) -> int: ...
-
 def driven_devices() -> dict[str, int]: ...
-def port_mtu(device: _Device, number: int) -> tuple[int, int]: ...
+def port_mtu(device: Device, number: int) -> tuple[int, int]: ...
 def access_text(flags: int) -> str: ...
 def memory_cause(nbytes: int) -> str: ...
 def mapping_cause(start: int, end: int, flags: int) -> str: ...
 
 @final
 class Context:
-    def __init__(self, device: str | _Device) -> None: ...
+    def __init__(self, device: str | Device) -> None: ...
     @property
-    def device(self) -> _Device: ...
+    def device(self) -> Device: ...
     @property
     def address(self) -> int: ...
     @property

@@ -15,7 +15,7 @@ threads are counted, and waited for by who closes.
 
 cimport cython
 from cpython.object cimport PyObject
-from libc.errno cimport EBUSY, EFAULT, EINVAL, EIO, ENODEV, ENOMEM, EOPNOTSUPP, errno
+from libc.errno cimport EBUSY, EFAULT, EINVAL, EIO, ENODEV, ENOMEM, EOPNOTSUPP, ERANGE, errno
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport strcmp
 from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
@@ -198,7 +198,13 @@ def port_mtu(device, number):
         verbs.close_device(context)
     if error:
         raise OSError(error, f"port {number} of {device.name}: {os.strerror(error)}")
-    return 128 << attributes.active_mtu, 128 << attributes.max_mtu
+    return mtu_bytes(attributes.active_mtu), mtu_bytes(attributes.max_mtu)
+
+
+cdef object mtu_bytes(int mtu):
+    if not 1 <= mtu <= 5:
+        raise OSError(ERANGE, f"enum ibv_mtu {mtu} means nothing")
+    return 128 << mtu
 
 
 # ---- Parents -------------------------------------------------------------------------
@@ -325,13 +331,10 @@ cdef class Context(Parent):
     def __init__(self, device):
         if self.device is not None:
             raise TypeError("a Context is opened once")
-        name = device if isinstance(device, str) else device.name
-        self.context = open_between_forks(
-            os.fsencode(name), None if isinstance(device, str) else device.node_guid)
-        # Until there is a list to look it up in.
-        from types import SimpleNamespace
-        known = not isinstance(device, str)
-        self.device = device if known else SimpleNamespace(name=name, node_guid=None)
+        from rdmafork.devices import find_device
+        found = find_device(device)
+        self.context = open_between_forks(os.fsencode(found.name), found.node_guid)
+        self.device = found
         self.generation = rf_generation()
         self.open = True
 
@@ -383,7 +386,7 @@ cdef class Context(Parent):
         return domain
 
     def __repr__(self):
-        return f"<rdmafork.Context {self.device.name}, {describe('open', self)}>"
+        return f"<rdmafork.Context {getattr(self.device, 'name', '-')}, {describe('open', self)}>"
 
 
 cdef int close_context(ibv_context *context) except -1:

@@ -675,6 +675,25 @@ def _list() -> list[Device]:
     return sorted(listing.found.values(), key=_in_order)
 
 
+def find_device(device: str | Device) -> Device:
+    """The device of that name, or itself, if this process can use it; OSError says why not."""
+    if isinstance(device, str):
+        name = device
+        devices = get_device_list(all=True)
+        found = next((d for d in devices if d.name == name), None)
+        if found is None:
+            names = ", ".join(_printable(d.name) for d in devices)
+            there = f"there are {names}" if names else "there is none"
+            raise OSError(errno.ENODEV, f"no RDMA device {_printable(name)}; {there}")
+        device = found
+    elif not isinstance(device, Device):
+        raise TypeError(f"a device is a Device or its name, not {type(device).__name__}")
+    if device.problem is not None:
+        text = f"cannot open RDMA device {_printable(device.name)}: {device.problem}"
+        raise OSError(device._problem_errno or errno.EIO, text)
+    return device
+
+
 def get_device_list(*, all: bool = False) -> list[Device]:
     """The RDMA devices that this process can use, in the kernel's order; every call reads anew.
 

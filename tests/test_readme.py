@@ -1,4 +1,4 @@
-"""The README's example does what it says."""
+"""The README's examples do what they say."""
 
 import re
 import subprocess
@@ -8,12 +8,24 @@ from pathlib import Path
 import pytest
 from conftest import environment
 
+import rdmafork
+
 README = Path(__file__).resolve().parent.parent / "README.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+
+DEVICE = "mlx5_0"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_example_runs(example, tmp_path):
+    if DEVICE in example:
+        try:
+            devices = rdmafork.get_device_list()
+        except OSError:
+            devices = []
+        if not devices:
+            pytest.skip("no RDMA device here")
+        example = example.replace(DEVICE, devices[0].name)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", example],
         env=environment({}),
@@ -24,7 +36,8 @@ def test_the_example_runs(example, tmp_path):
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "protected_by='advice'" in done.stdout
+    if "print(" in example:
+        assert "protected_by='advice'" in done.stdout
 
 
 def test_there_is_an_example():

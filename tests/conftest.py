@@ -39,10 +39,21 @@ import pytest
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20
 HERE = Path(__file__).resolve().parent
-TIMEOUT = 240  # seconds, of one fresh interpreter
+# How much slower than usual this machine is: twenty times in a virtual machine without KVM.
+SLOWNESS = float(os.environ.get("RDMAFORK_TEST_SLOWNESS") or 1)
+TIMEOUT = 240 * SLOWNESS  # seconds, of one fresh interpreter
 
 # What would decide for the tests how the engine behaves.
 FOREIGN = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "LD_PRELOAD")
+
+
+# Lazy mode is refused, or warned of, where the kernel's copying is not to be relied on.
+# A string is looked at by pytest itself, not in the fresh interpreters.
+needs_lazy = pytest.mark.skipif(
+    "not __import__('rdmafork').kernel_info().copy_on_fork_trusted",
+    reason="lazy mode is not for a kernel whose copying at fork cannot be trusted",
+)
+LAZY = pytest.param("lazy", marks=needs_lazy)
 
 
 # ---- a fresh interpreter ----------------------------------------------------------------
@@ -63,7 +74,11 @@ class RemoteTraceback(Exception):
 
 def environment(env):
     """This process's environment without what steers the engine, and with env; None removes."""
-    result = {k: v for k, v in os.environ.items() if not k.startswith("RDMAFORK_")}
+    result = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RDMAFORK_") or name.startswith("RDMAFORK_TEST_")
+    }
     for name in FOREIGN:
         result.pop(name, None)
     for name, value in (env or {}).items():
@@ -219,7 +234,7 @@ def run_fixture():
 # ---- fork -------------------------------------------------------------------------------
 
 
-def child(function, *args, timeout=60):
+def child(function, *args, timeout=60 * SLOWNESS):
     """Fork, run function in the child, and return what it returns.
 
     What it raises is raised here as an AssertionError; if a signal kills the child, the
@@ -240,7 +255,7 @@ def child(function, *args, timeout=60):
     os.close(writing)
     # Where the child hangs, so would the read.
     watch = signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
-    signal.alarm(timeout)
+    signal.alarm(int(timeout))
     try:
         with open(reading, "rb") as pipe:
             packed = pipe.read()

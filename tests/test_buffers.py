@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 from conftest import (
+    LAZY,
     PAGE,
     child,
     fork_once,
@@ -21,7 +22,7 @@ from conftest import (
 import rdmafork
 from rdmafork import register, register_address, stats
 
-MODES = ["lazy", "eager"]
+MODES = [LAZY, "eager"]
 both_modes = pytest.mark.parametrize("mode", MODES)
 trusted = pytest.mark.skipif(
     not rdmafork.kernel_info().copy_on_fork_trusted,

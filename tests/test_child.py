@@ -11,11 +11,23 @@ import signal
 import sys
 
 import pytest
-from conftest import PAGE, child, fork_once, fresh, is_mapped, libc, map_at, private_map, vm_flags
+from conftest import (
+    LAZY,
+    PAGE,
+    child,
+    fork_once,
+    fresh,
+    is_mapped,
+    libc,
+    map_at,
+    needs_lazy,
+    private_map,
+    vm_flags,
+)
 
 import rdmafork
 
-both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
+both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 def start(mode, npages=8):
@@ -243,6 +255,7 @@ def test_a_child_s_own_registration_is_kept_from_a_grandchild(mode):
     assert child(protect_afresh) != os.getpid()
 
 
+@needs_lazy
 @pytest.mark.parametrize("modes", [("lazy", "eager"), ("eager", "lazy"), ("lazy", "lazy")])
 @fresh
 def test_a_child_may_choose_another_mode_before_it_registers(modes):
@@ -335,7 +348,7 @@ def use_shared(shared):
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @fresh
 def test_multiprocessing(method):
-    registration, _memory, _address = start("lazy")
+    registration, _memory, _address = start("auto")
     context = multiprocessing.get_context(method)
     with context.Pool(2) as pool:
         assert pool.map(work, range(4)) == [(True, 1)] * 4
@@ -466,7 +479,7 @@ def test_a_raw_child_knows_it_is_one(make, mode):
 @both_ways
 @fresh
 def test_a_raw_child_whose_first_call_is_close(make):
-    registration, _memory, address = start("lazy")
+    registration, _memory, address = start("auto")
 
     def check():
         calls = rdmafork.stats  # not called: close() comes first
@@ -481,10 +494,11 @@ def test_a_raw_child_whose_first_call_is_close(make):
 @both_ways
 @fresh
 def test_a_raw_child_whose_first_call_is_register(make):
-    start("lazy")
+    start("auto")
     child_of(make, protect_afresh)
 
 
+@needs_lazy
 @both_ways
 @fresh
 def test_a_raw_child_s_lazy_memory_is_left_to_the_kernel(make):

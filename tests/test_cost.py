@@ -12,11 +12,18 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from conftest import PAGE, fork_once, fresh, private_map
+from conftest import (
+    LAZY,
+    PAGE,
+    fork_once,
+    fresh,
+    needs_lazy,
+    private_map,
+)
 
 import rdmafork
 
-both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
+both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 # ---- system calls -------------------------------------------------------------------------
@@ -74,6 +81,7 @@ def engine_calls(section):
     return [call for call in section if re.match(r"madvise|process_madvise|ioctl|open", call)]
 
 
+@needs_lazy
 def test_lazy_registrations_make_no_system_call_at_all(traced):
     sections = traced(
         """
@@ -224,6 +232,7 @@ def test_a_fork_with_nothing_new_makes_none(traced, mode):
         assert calls == [], name
 
 
+@needs_lazy
 def test_adjacent_registrations_are_one_call_at_fork(traced):
     sections = traced(
         """
@@ -246,6 +255,7 @@ def test_adjacent_registrations_are_one_call_at_fork(traced):
     assert f"{256 * PAGE}" in marks[0]
 
 
+@needs_lazy
 def test_separate_registrations_are_few_calls_at_fork(traced):
     """Up to 64 ranges a call, where the kernel has process_madvise() for that."""
     if not rdmafork.kernel_info().process_madvise:

@@ -13,7 +13,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import HERE, address_of, fork_once, vm_flags
+from conftest import (
+    HERE,
+    LAZY,
+    SLOWNESS,
+    address_of,
+    fork_once,
+    needs_lazy,
+    vm_flags,
+)
 
 import rdmafork
 
@@ -22,9 +30,9 @@ REGISTER, TAKE_GIL, FORK = 1, 2, 4
 CACHED = 8
 
 # faulthandler says where it hangs, then everybody is killed, hung children too.
-WATCHED = ("timeout", "--signal=ABRT", "--kill-after=2", "60")
+WATCHED = ("timeout", "--signal=ABRT", "--kill-after=2", str(60 * SLOWNESS))
 
-both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
+both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 def compile_c(source, output, *options):
@@ -258,10 +266,15 @@ def test_signal_handlers_may_fork_in_several_threads(run, built, mode):
 
 # ---- a fork at every instruction --------------------------------------------------------
 
+
+def lazily(operation):
+    return pytest.param(operation, "lazy", marks=needs_lazy)
+
+
 STEPPED = [
-    *[(operation, "lazy") for operation in ("register", "release", "unheld", "drop")],
+    *[lazily(operation) for operation in ("register", "release", "unheld", "drop")],
     *[(operation, "eager") for operation in ("register", "release")],
-    *[(operation, "lazy") for operation in ("grow", "list", "fork")],
+    *[lazily(operation) for operation in ("grow", "list", "fork")],
     ("grow", "eager"),
 ]
 

@@ -14,6 +14,7 @@ import warnings
 
 import pytest
 from conftest import (
+    LAZY,
     PAGE,
     child,
     fork_once,
@@ -21,6 +22,7 @@ from conftest import (
     is_mapped,
     libc,
     map_at,
+    needs_lazy,
     private_map,
     smaps,
     unmap,
@@ -31,7 +33,7 @@ import rdmafork
 
 np = pytest.importorskip("numpy")
 
-both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
+both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 def state():
@@ -330,7 +332,9 @@ def test_not_too_late_after_one_that_failed():
     rdmafork.fork_init()
 
 
-@pytest.mark.parametrize("first, other", [("lazy", "eager"), ("eager", "lazy")])
+@pytest.mark.parametrize(
+    "first, other", [pytest.param("lazy", "eager", marks=needs_lazy), ("eager", "lazy")]
+)
 @fresh
 def test_other_wishes(first, other):
     rdmafork.fork_init(first)
@@ -550,6 +554,7 @@ def test_eager_without_mappings_left():
         assert "dc" in vm_flags(at)
 
 
+@needs_lazy
 @fresh
 def test_lazy_without_mappings_left_is_the_kernel_s_to_copy():
     rdmafork.fork_init("lazy")
@@ -614,6 +619,7 @@ def test_sealed_memory_eager():
     assert "dc" not in vm_flags(at)
 
 
+@needs_lazy
 @fresh
 def test_sealed_memory_lazy():
     rdmafork.fork_init("lazy")

@@ -16,7 +16,18 @@ import threading
 import warnings
 
 import pytest
-from conftest import PAGE, fork_once, fresh, libc, map_at, private_map, read, vm_flags, write
+from conftest import (
+    LAZY,
+    PAGE,
+    fork_once,
+    fresh,
+    libc,
+    map_at,
+    private_map,
+    read,
+    vm_flags,
+    write,
+)
 
 import rdmafork
 
@@ -44,7 +55,7 @@ RUNS_HANDLERS = {
 libc.popen.restype = ctypes.c_void_p
 libc.pclose.argtypes = [ctypes.c_void_p]
 
-both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
+both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 def wait(pid):

@@ -8,7 +8,11 @@ import struct
 from pathlib import Path
 
 import pytest
-from conftest import PAGE, fresh
+from conftest import (
+    LAZY,
+    PAGE,
+    fresh,
+)
 
 import rdmafork
 
@@ -137,7 +141,7 @@ def test_any_order_of_first_calls():
     assert rdmafork.kernel_info() == INFO._replace(memlock=rdmafork.kernel_info().memlock)
 
 
-@pytest.mark.parametrize("mode", [None, "lazy", "eager"])
+@pytest.mark.parametrize("mode", [None, LAZY, "eager"])
 @fresh
 def test_status(mode):
     if mode:

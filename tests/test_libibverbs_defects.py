@@ -17,6 +17,7 @@ import threading
 import pytest
 from conftest import (
     HUGE,
+    LAZY,
     MADV_DOFORK,
     PAGE,
     child,
@@ -38,7 +39,7 @@ from conftest import (
 
 PLACE = 0x20_0000_0000  # low, where the kernel puts nothing of its own into a hole
 
-both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
+both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 class Rdmafork:

@@ -7,7 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import Died, private_map, run
+from conftest import (
+    LAZY,
+    Died,
+    private_map,
+    run,
+)
 
 import rdmafork
 from rdmafork import _pins
@@ -84,6 +89,6 @@ def test_without_rdmafork_the_copies_do_not_fit(limited):
         pytest.fail("200 MiB pinned were copied within 300 MiB")
 
 
-@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize("mode", [LAZY, "eager"])
 def test_fork_fits_where_the_copies_would_not(limited, mode):
     assert run(fork_under_limit, str(limited), mode)

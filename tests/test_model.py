@@ -17,6 +17,7 @@ from conftest import (
     PAGE,
     child,
     map_at,
+    needs_lazy,
     remap,
     run,
     smaps,
@@ -312,6 +313,8 @@ def play(mode, whole, huge, seed, ops):
 
     rdmafork.fork_init()
     assert rdmafork.stats().mode == mode
+    # Where copying cannot be trusted, whole pages go in any case.
+    whole = whole or not rdmafork.kernel_info().copy_on_fork_trusted
     checked = collections.Counter()
     while checked["operations"] < ops:
         # Nobody else's, or the kernel is too old to say.
@@ -334,7 +337,12 @@ def play(mode, whole, huge, seed, ops):
 
 
 VARIANTS = [
-    pytest.param(mode, edges, id=f"{mode}-{edges or 'default'}")
+    pytest.param(
+        mode,
+        edges,
+        id=f"{mode}-{edges or 'default'}",
+        marks=[needs_lazy] if mode == "lazy" else [],
+    )
     for mode in ("lazy", "eager")
     for edges in ("", "whole")
 ]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import (
+    LAZY,
     PAGE,
     child,
     fork_once,
@@ -268,11 +269,9 @@ def test_a_signal_that_raises_nothing_is_no_interruption():
 
 
 @needs_pins
-@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize("mode", [LAZY, "eager"])
 @fresh
 def test_the_device_reaches_the_parent_after_fork(mode):
-    if mode == "lazy" and not rdmafork.kernel_info().copy_on_fork_trusted:
-        pytest.skip("lazy is not for this kernel")
     rdmafork.fork_init(mode)
     memory, address = filled(16 * PAGE)
     device = os.memfd_create("device")

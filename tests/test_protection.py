@@ -13,6 +13,7 @@ import weakref
 import pytest
 from conftest import (
     HUGE,
+    LAZY,
     PAGE,
     child,
     fork_once,
@@ -21,6 +22,7 @@ from conftest import (
     libc,
     map_at,
     marked,
+    needs_lazy,
     private_map,
     read,
     run,
@@ -33,7 +35,7 @@ from conftest import (
 import rdmafork
 from rdmafork import register, register_address, stats
 
-MODES = ["lazy", "eager"]
+MODES = [LAZY, "eager"]
 both_modes = pytest.mark.parametrize("mode", MODES)
 trusted = pytest.mark.skipif(
     not rdmafork.kernel_info().copy_on_fork_trusted,
@@ -57,6 +59,7 @@ class Owner:
 # ---- lazy: nothing before a fork ----------------------------------------------------------
 
 
+@needs_lazy
 @fresh
 def test_lazy_marks_at_the_fork_and_unmarks_at_close():
     rdmafork.fork_init("lazy")
@@ -75,6 +78,7 @@ def test_lazy_marks_at_the_fork_and_unmarks_at_close():
     assert child(read, address) == b"\0"
 
 
+@needs_lazy
 @fresh
 def test_what_was_never_registered_at_a_fork_costs_no_system_call(tmp_path):
     rdmafork.fork_init("lazy")
@@ -95,6 +99,7 @@ def test_what_was_never_registered_at_a_fork_costs_no_system_call(tmp_path):
     keep.close()
 
 
+@needs_lazy
 @fresh
 def test_a_registration_after_a_fork_waits_for_the_next():
     rdmafork.fork_init("lazy")
@@ -315,6 +320,7 @@ def test_private_and_shared_side_by_side(mode):
     assert marked(PLACE, 12 * PAGE) == []
 
 
+@needs_lazy
 @fresh
 def test_edges_of_shared_and_of_unmapped_memory_are_told_apart():
     rdmafork.fork_init("lazy")
@@ -479,6 +485,7 @@ def test_memory_given_back_is_ordinary(mode):
     assert len(smaps()) <= vmas + 2
 
 
+@needs_lazy
 @fresh
 def test_marks_do_not_leave_mappings_split():
     """Pages first touched between marked neighbours merge with them again."""
@@ -594,6 +601,7 @@ def test_one_unmapped_range_does_not_spoil_the_fork(mode):
     assert marked(PLACE, 64 * PAGE) == []
 
 
+@needs_lazy
 @pytest.mark.parametrize("shape", ["apart", "touching", "same"])
 @fresh
 def test_a_broken_promise_to_hold_spoils_nothing_else(shape):
@@ -620,6 +628,7 @@ def test_a_broken_promise_to_hold_spoils_nothing_else(shape):
     assert marked(PLACE, 64 * PAGE) == []
 
 
+@needs_lazy
 @fresh
 def test_no_more_than_half_of_the_mappings():
     """20 000 pages apart would take 40 000 mappings: what is over is left to the kernel."""

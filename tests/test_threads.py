@@ -8,11 +8,20 @@ import sys
 import threading
 
 import pytest
-from conftest import PAGE, child, fork_once, fresh, private_map, smaps, vm_flags
+from conftest import (
+    LAZY,
+    PAGE,
+    child,
+    fork_once,
+    fresh,
+    private_map,
+    smaps,
+    vm_flags,
+)
 
 import rdmafork
 
-both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
+both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 def in_threads(functions):

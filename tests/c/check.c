@@ -54,13 +54,31 @@ void check_skip(const char *format, ...)
 	_exit(STATUS_SKIPPED);
 }
 
+static unsigned int machine_slowness(void)
+{
+	const char *text = getenv("RDMAFORK_TEST_SLOWNESS");
+	unsigned long slowness = text ? strtoul(text, NULL, 10) : 1;
+
+	return slowness && slowness < 1000 ? (unsigned int)slowness : 1;
+}
+
+unsigned int check_slowness(void)
+{
+	return CHECK_SLOWNESS * machine_slowness();
+}
+
+void check_alarm(unsigned int seconds)
+{
+	alarm(seconds * machine_slowness());
+}
+
 unsigned long check_scale(unsigned long amount)
 {
 	const char *scale = getenv("SCALE");
 
 	if (scale)
 		amount *= strtoul(scale, NULL, 0);
-	amount /= CHECK_SLOWNESS;
+	amount /= check_slowness();
 	return amount ? amount : 1;
 }
 
@@ -173,7 +191,7 @@ static int run_one(const struct check_scenario *scenario)
 		_exit(0);
 	}
 	setpgid(child, child);
-	status = wait_for(child, seconds * (CHECK_SLOWNESS > 1 ? 4 : 1));
+	status = wait_for(child, seconds * (CHECK_SLOWNESS > 1 ? 4 : 1) * machine_slowness());
 	/* What it has left behind. */
 	kill(-child, SIGKILL);
 	if (scenario->huge)
@@ -401,6 +419,15 @@ void check_start(enum rf_mode mode)
 	int rc = rf_fork_init(mode, &error);
 
 	CHECK(rc == 0, "rf_fork_init: %d, cause %d", rc, error.cause);
+}
+
+void check_needs_lazy(void)
+{
+	struct rf_kernel kernel;
+
+	rf_kernel_info(&kernel);
+	if (!kernel.copy_trusted)
+		check_skip("copying at fork is not trusted");
 }
 
 struct rf_handle check_register(const void *start, size_t nbytes, unsigned int flags)

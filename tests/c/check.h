@@ -6,6 +6,7 @@
  *
  *	SEED=n		repeats a random run
  *	SCALE=n		multiplies the amount of work
+ *	RDMAFORK_TEST_SLOWNESS=n	how much slower than usual this machine is
  *	program NAME	runs the scenarios with NAME in their name
  */
 #ifndef CHECK_H
@@ -62,8 +63,12 @@ struct check_scenario {
 /* Runs them all; the exit status for main(). */
 int check_run(const struct check_scenario *scenarios, size_t count, int argc, char **argv);
 
-/* @amount for this build and $SCALE, at least 1. */
+/* How much slower than usual this build is, on this machine. */
+unsigned int check_slowness(void);
+/* @amount for that and $SCALE, at least 1. */
 unsigned long check_scale(unsigned long amount);
+/* Ends this process where it hangs. */
+void check_alarm(unsigned int seconds);
 
 /* Random numbers; the seed is printed when a scenario fails. */
 uint64_t check_random(void);
@@ -108,6 +113,8 @@ void check_give_back_vmas(void);
 /* ---- The engine ---- */
 
 void check_start(enum rf_mode mode);
+/* Skips the scenario where the kernel's copying is not trusted: lazy is refused there. */
+void check_needs_lazy(void);
 struct rf_handle check_register(const void *start, size_t nbytes, unsigned int flags);
 void check_release(struct rf_handle handle);
 

@@ -612,7 +612,7 @@ static void a_registration_at_the_kernels_limit(void)
 /* As many isolated pages as the kernel's limit would not bear. */
 static void isolated_pages_without_end(void)
 {
-	size_t many = 40000 / CHECK_SLOWNESS, i;
+	size_t many = 40000 / check_slowness(), i;
 	char *memory = check_map(2 * many);
 	struct rf_handle *handles = calloc(many, sizeof(*handles));
 	struct rf_stats stats;

@@ -402,6 +402,8 @@ static void fail_every_call(void)
 	unsigned long nth = 0, total = 0;
 	int status;
 
+	if (under_test->mode == RF_MODE_LAZY)
+		check_needs_lazy();
 	for (i = 0; i < kinds; i++) {
 		for (nth = 1;; nth++) {
 			pid_t child = fork();

@@ -171,6 +171,7 @@ static void check_child_works(void)
 /* Every @usual-th step; all of them if $SCALE asks for more. */
 static void set_stride(unsigned long usual)
 {
+	/* Sanitized code has many more instructions than the same on a slow machine. */
 	stride = getenv("SCALE") ? 1 : usual * (CHECK_SLOWNESS > 1 ? 7 : 1);
 }
 
@@ -189,7 +190,7 @@ static void for_each_operation(void (*run)(size_t))
 		child = fork();
 		CHECK(child >= 0);
 		if (!child) {
-			alarm(50);
+			check_alarm(50);
 			set_up(operations[i].mode, operations[i].act);
 			run(i);
 			_exit(0);
@@ -222,7 +223,7 @@ static bool fork_here(void)
 	CHECK(child >= 0);
 	if (!child) {
 		in_child = true;
-		alarm(20);
+		check_alarm(20);
 		return true;
 	}
 	made_children++;
@@ -275,7 +276,7 @@ static bool fork_and_exit_here(void)
 		struct rf_handle handle;
 		int rc = rf_register(memory, check_page, 0, RF_OMIT, &handle, &error);
 
-		alarm(20);
+		check_alarm(20);
 		CHECK(rc == 1 || rc == -EDEADLK, "%d", rc);
 		CHECK(rc < 0 || rf_release(handle, 0) == 0);
 		_exit(0);
@@ -432,7 +433,7 @@ static void thread_gone_everywhere(size_t i)
 		child = raw_fork();
 		CHECK(child >= 0);
 		if (!child) {
-			alarm(20);
+			check_alarm(20);
 			at_step = NULL;
 			check_child_works();
 			_exit(0);

@@ -82,11 +82,7 @@ static void eager_threads_end_with_nothing(void)
 
 static void lazy_threads_end_with_nothing(void)
 {
-	struct rf_kernel kernel;
-
-	rf_kernel_info(&kernel);
-	if (!kernel.copy_trusted)
-		check_skip("copying at fork is not trusted");
+	check_needs_lazy();
 	mode = RF_MODE_LAZY;
 	stress();
 }

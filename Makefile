@@ -3,21 +3,24 @@
 PYTHON ?= python3
 CC ?= cc
 PYTEST_ARGS ?=
+KERNELS ?= 5.10 6.1 6.12
 
 BIN := .venv/bin
 BUILT := .venv/built
 LINTERS := .venv/linters
+GUESTS := .venv/guests
 SOURCES := $(wildcard csrc/*.c)
 HEADERS := $(wildcard csrc/*.h)
 MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
+CTESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build test ctest asan tsan lint format clean
+.PHONY: help demo build test test-vm ctest asan tsan lint format clean
 .DELETE_ON_ERROR:
 
 help:	## print the targets (the default)
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 demo: build	## see fork() take registered pages away, and not with rdmafork
 	@$(BIN)/rdmafork demo
@@ -27,6 +30,10 @@ build: $(BUILT)	## an editable install in .venv, rebuilt when a source has chang
 
 test: build ctest	## the tests of the engine, then pytest $(PYTEST_ARGS)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-vm: export PYTEST_ARGS := $(PYTEST_ARGS)
+test-vm: $(BUILT) $(GUESTS) $(CTESTS:%=build/ctest/debug/%)	## in VMs with a soft-RoCE device, on Debian's kernels $(KERNELS)
+	@$(BIN)/python tests/vm/run.py $(KERNELS)
 
 ## ---- Python -------------------------------------------------------------------------
 
@@ -44,6 +51,7 @@ $(BIN)/python:
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -e
 TESTING := '.[dev,test]'
 LINTING := '.[dev,test,lint]'
+VIRTUAL := '.[dev,test,vm]'
 REBUILD := $(BIN)/python setup.py -q build_ext --inplace
 
 # The first time, and when the metadata has changed, pip; else what has changed is rebuilt.
@@ -51,9 +59,12 @@ $(BUILT): pyproject.toml setup.py $(SOURCES) $(HEADERS) $(MODULES) | $(BIN)/pyth
 	@$(if $(filter pyproject.toml setup.py,$?),$(INSTALL) $(TESTING),$(REBUILD))
 	@touch $@
 
+$(GUESTS): pyproject.toml | $(BUILT)
+	@$(INSTALL) $(VIRTUAL)
+	@touch $(BUILT) $@
+
 ## ---- The engine alone: tests/c ------------------------------------------------------
 
-CTESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
 CSHARED := $(filter-out tests/c/test_%,$(wildcard tests/c/*.c))
 CTEST_CFLAGS := -std=gnu11 -g -DRF_TESTING -Icsrc -Itests/c -pthread -MMD -MP \
 	-Wall -Wextra -Wshadow -Werror=implicit-function-declaration

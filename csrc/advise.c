@@ -174,7 +174,7 @@ static void forget_marks(struct rf_advisor *advisor, uintptr_t start, uintptr_t 
 	rf_ranges_cut(&advisor->ranges, start);
 	rf_ranges_cut(&advisor->ranges, end);
 	for (at = start; rf_advise_next_run(advisor, at, end, is_marked, &run); at = run.end)
-		rf_ranges_set_mark(&advisor->ranges, run.start, run.end, RF_MARK_NONE);
+		rf_ranges_set_mark(&advisor->ranges, run.start, run.end, false);
 }
 
 /* Does anybody want a mark in the huge page [@first, @last) outside [@start, @end)? */
@@ -186,7 +186,7 @@ static bool is_wanted_beside(struct rf_advisor *advisor, uintptr_t first, uintpt
 
 	for (; range && range->start < last; range = rf_ranges_next(&advisor->ranges, &cursor))
 		if ((range->start < start || range->end > end) && range->mark &&
-		    rf_range_wants(range))
+		    rf_range_wants_mark(range))
 			return true;
 	return false;
 }
@@ -264,7 +264,7 @@ void rf_advise_unmark(struct rf_advisor *advisor, uintptr_t start, uintptr_t end
 	if (rf_advise_call(advisor, start, end, MADV_DOFORK) >= 0) {
 		if (rf_unlikely(advisor->ranges.retries))
 			rf_ranges_set_flags(&advisor->ranges, start, end, 0, RF_RANGE_RETRY);
-		rf_ranges_set_mark(&advisor->ranges, start, end, RF_MARK_NONE);
+		rf_ranges_set_mark(&advisor->ranges, start, end, false);
 		return;
 	}
 	unmark_mappings(advisor, start, end);
@@ -293,7 +293,7 @@ bool rf_advise_next_run(const struct rf_advisor *advisor, uintptr_t at, uintptr_
 
 static bool to_mark_now(const struct rf_range *range)
 {
-	return rf_range_wants(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
+	return rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
 }
 
 static bool is_fresh(const struct rf_range *range)
@@ -308,7 +308,7 @@ static bool is_fresh_but_shared(const struct rf_range *range)
 
 static bool is_unwanted(const struct rf_range *range)
 {
-	return range->mark && !rf_range_wants(range);
+	return range->mark && !rf_range_wants_mark(range);
 }
 
 /* A run about to be marked may not take the process past its share of VMAs. */
@@ -352,7 +352,7 @@ static int mark_now(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, 
 		if (rc < 0)
 			return rc;
 		if (run.unmarked)
-			rf_ranges_set_mark(&advisor->ranges, run.start, run.end, RF_MARK_OMIT);
+			rf_ranges_set_mark(&advisor->ranges, run.start, run.end, true);
 	}
 	return 0;
 }
@@ -368,9 +368,9 @@ void rf_advise_extend(struct rf_advisor *advisor, struct rf_slot *slot, uintptr_
 	if (start >= end)
 		start = end = new_end;
 	if (new_start < start)
-		rf_ranges_add(&advisor->ranges, new_start, start, slot->policy, flags);
+		rf_ranges_add(&advisor->ranges, new_start, start, flags);
 	if (end < new_end)
-		rf_ranges_add(&advisor->ranges, end, new_end, slot->policy, flags);
+		rf_ranges_add(&advisor->ranges, end, new_end, flags);
 }
 
 /*
@@ -449,10 +449,10 @@ static void undo(struct rf_advisor *advisor, struct rf_slot *slot)
 	struct rf_run run;
 
 	rf_advise_extent(advisor, slot, &start, &end);
-	rf_ranges_sub(ranges, start, end, slot->policy);
+	rf_ranges_sub(ranges, start, end);
 	for (at = start; rf_advise_next_run(advisor, at, end, is_fresh, &run); at = run.end) {
 		/* Marked or not: madvise() advises part of a range before it refuses. */
-		rf_ranges_set_mark(ranges, run.start, run.end, RF_MARK_OMIT);
+		rf_ranges_set_mark(ranges, run.start, run.end, true);
 		rf_advise_unmark(advisor, run.start, run.end);
 	}
 	/* What waited to be unmarked before waits again. */
@@ -498,7 +498,7 @@ int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking
 	rf_advise_extent(advisor, slot, &start, &end);
 	if (start >= end)
 		return 0;
-	rf_ranges_add(ranges, start, end, slot->policy, held ? 0 : RF_RANGE_DOUBT);
+	rf_ranges_add(ranges, start, end, held ? 0 : RF_RANGE_DOUBT);
 	rc = -EINVAL;
 	if (!forking)
 		rc = mark_now(advisor, start, end, held);
@@ -610,7 +610,7 @@ void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
 	rf_advise_extent(advisor, slot, &start, &end);
 	if (start >= end)
 		return;
-	rf_ranges_sub(ranges, start, end, slot->policy);
+	rf_ranges_sub(ranges, start, end);
 	widen(advisor, &start, &end);
 	for (at = start; at < end && rf_advise_next_run(advisor, at, end, is_unwanted, &run);
 	     at = run.end)

@@ -28,7 +28,7 @@ struct batch {
 
 static bool is_unasked(const struct rf_range *range)
 {
-	return range->nature == RF_NATURE_UNASKED && rf_range_counted(range);
+	return range->nature == RF_NATURE_UNASKED && range->count;
 }
 
 static bool is_marked_but_shared(const struct rf_range *range)
@@ -44,12 +44,12 @@ static bool is_marked_and_unasked(const struct rf_range *range)
 static bool is_due(const struct rf_range *range)
 {
 	return range->flags & RF_RANGE_DUE && range->nature == RF_NATURE_PRIVATE &&
-	       rf_range_wants(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
+	       rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
 }
 
 static bool is_marked_and_held(const struct rf_range *range)
 {
-	return range->mark && rf_range_wants(range) && !(range->flags & RF_RANGE_DOUBT);
+	return range->mark && rf_range_wants_mark(range) && !(range->flags & RF_RANGE_DOUBT);
 }
 
 /* Is there anything to ask or to mark? */
@@ -113,7 +113,7 @@ static void note_marked(struct rf_advisor *advisor, const struct iovec *run)
 {
 	uintptr_t start = (uintptr_t)run->iov_base, end = start + run->iov_len;
 
-	rf_ranges_set_mark(&advisor->ranges, start, end, RF_MARK_OMIT);
+	rf_ranges_set_mark(&advisor->ranges, start, end, true);
 	rf_ranges_set_flags(&advisor->ranges, start, end, 0, RF_RANGE_DUE);
 }
 
@@ -130,7 +130,7 @@ static void mark_run(struct rf_advisor *advisor, struct batch *batch, const stru
 	/* ENOMEM: the limit on older kernels, or somebody unmapped what he said he holds. */
 	batch->full = rc == -EAGAIN || ++batch->refused == REFUSALS;
 	/* It may have advised part of it. */
-	rf_ranges_set_mark(&advisor->ranges, start, end, RF_MARK_OMIT);
+	rf_ranges_set_mark(&advisor->ranges, start, end, true);
 	rf_advise_unmark(advisor, start, end);
 }
 

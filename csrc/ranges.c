@@ -274,24 +274,22 @@ static void revive(struct rf_ranges *ranges, struct rf_range *range)
 	range->nature = RF_NATURE_UNASKED;
 }
 
-void rf_ranges_add(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
-		   enum rf_policy policy, uint8_t flags)
+void rf_ranges_add(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, uint8_t flags)
 {
-	struct rf_range fresh = { .flags = flags }, *range;
+	struct rf_range fresh = { .count = 1, .flags = flags }, *range;
 	struct rf_cursor cursor;
 	uintptr_t at = start;
 
 	RF_ASSERT(start < end);
-	fresh.count[policy] = 1;
 	rf_ranges_cut(ranges, start);
 	rf_ranges_cut(ranges, end);
 	cursor = rf_ranges_seek(ranges, start);
 	while (at < end) {
 		range = rf_ranges_at(ranges, cursor);
 		if (range && range->start == at) {
-			if (!rf_range_counted(range))
+			if (!range->count)
 				revive(ranges, range);
-			range->count[policy]++;
+			range->count++;
 			range->flags |= flags;
 			if (range->flags & RF_RANGE_DOUBT)
 				range->nature = RF_NATURE_UNASKED;
@@ -306,7 +304,7 @@ void rf_ranges_add(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
 	}
 }
 
-void rf_ranges_sub(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, enum rf_policy policy)
+void rf_ranges_sub(struct rf_ranges *ranges, uintptr_t start, uintptr_t end)
 {
 	struct rf_cursor cursor;
 	struct rf_range *range;
@@ -316,14 +314,14 @@ void rf_ranges_sub(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, enu
 	cursor = rf_ranges_seek(ranges, start);
 	for (range = rf_ranges_at(ranges, cursor); range && range->start < end;
 	     range = rf_ranges_next(ranges, &cursor)) {
-		RF_ASSERT(range->count[policy]);
-		range->count[policy]--;
-		if (!rf_range_counted(range))
+		RF_ASSERT(range->count);
+		range->count--;
+		if (!range->count)
 			range->flags &= (uint8_t)~(RF_RANGE_DOUBT | RF_RANGE_DUE);
 	}
 }
 
-void rf_ranges_set_mark(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, enum rf_mark mark)
+void rf_ranges_set_mark(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, bool mark)
 {
 	struct rf_cursor cursor = rf_ranges_seek(ranges, start ? start - 1 : 0);
 	struct rf_range *range = rf_ranges_at(ranges, cursor);
@@ -337,18 +335,18 @@ void rf_ranges_set_mark(struct rf_ranges *ranges, uintptr_t start, uintptr_t end
 	/* Edges as they were go, those as they will be come: at both ends at most. */
 	for (; range && range->start < end; range = rf_ranges_next(ranges, &cursor)) {
 		RF_ASSERT(range->start >= start && range->end <= end);
-		ranges->mark_edges -= before != !!range->mark;
+		ranges->mark_edges -= before != range->mark;
 		before = range->mark;
 		if (before && !mark)
 			ranges->marked_bytes -= range->end - range->start;
 		else if (!before && mark)
 			ranges->marked_bytes += range->end - range->start;
-		range->mark = (uint8_t)mark;
+		range->mark = mark;
 	}
-	ranges->mark_edges += outside != !!mark;
+	ranges->mark_edges += outside != mark;
 	outside = range && range->mark && range->start == end;
 	ranges->mark_edges -= before != outside;
-	ranges->mark_edges += !!mark != outside;
+	ranges->mark_edges += mark != outside;
 }
 
 void rf_ranges_set_nature(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
@@ -382,13 +380,12 @@ void rf_ranges_set_flags(struct rf_ranges *ranges, uintptr_t start, uintptr_t en
 
 static bool is_empty(const struct rf_range *range)
 {
-	return !rf_range_counted(range) && !range->mark;
+	return !range->count && !range->mark;
 }
 
 static bool is_same(const struct rf_range *left, const struct rf_range *right)
 {
-	return left->end == right->start &&
-	       !memcmp(left->count, right->count, sizeof(left->count)) &&
+	return left->end == right->start && left->count == right->count &&
 	       left->mark == right->mark && left->nature == right->nature &&
 	       left->flags == right->flags;
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * Which pages are registered how often, and what the kernel has been told of
- * them. Registrations overlap, and end where no other ends; advice is per page.
+ * Which pages are registered how often, and whether the kernel has been told so
+ * by an advice, the mark. Registrations overlap, and end where no other ends; advice is per page.
  * So: a step function over the address space, as the sorted list of its steps.
  *
  *	registrations    |-------A-------|      |--C--|
@@ -31,12 +31,6 @@
 
 #include <stdbool.h>
 
-/* What madvise() has been told. */
-enum rf_mark {
-	RF_MARK_NONE = 0,
-	RF_MARK_OMIT = 1,	/* MADV_DONTFORK */
-};
-
 /* What is mapped there. */
 enum rf_nature {
 	RF_NATURE_UNASKED = 0,
@@ -58,8 +52,8 @@ enum rf_nature {
 
 struct rf_range {
 	uintptr_t start, end;
-	uint32_t count[RF_POLICIES];
-	uint8_t mark;
+	uint32_t count;		/* registrations that want it marked */
+	bool mark;
 	uint8_t nature;
 	uint8_t flags;
 	uint8_t reserved;
@@ -132,18 +126,16 @@ struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor
 struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t address);
 
 /*
- * Count [@start, @end) once more under @policy and set @flags there. This, and
+ * Count [@start, @end) once more and set @flags there. This, and
  * what follows, leaves the list for rf_ranges_tidy() to join.
  */
-void rf_ranges_add(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
-		   enum rf_policy policy, uint8_t flags);
+void rf_ranges_add(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, uint8_t flags);
 
 /*
  * Count it once less. What is counted no more and bears a mark stays, for the
  * caller to unmark and tidy.
  */
-void rf_ranges_sub(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
-		   enum rf_policy policy);
+void rf_ranges_sub(struct rf_ranges *ranges, uintptr_t start, uintptr_t end);
 
 /* Let a range begin at @address, if one holds it. */
 void rf_ranges_cut(struct rf_ranges *ranges, uintptr_t address);
@@ -157,9 +149,8 @@ void rf_ranges_set_nature(struct rf_ranges *ranges, uintptr_t start, uintptr_t e
  * and, for marks, there is none but touching ones between.
  */
 
-/* Record that the kernel has @mark on [@start, @end). */
-void rf_ranges_set_mark(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
-			enum rf_mark mark);
+/* Record whether the kernel has the mark on [@start, @end). */
+void rf_ranges_set_mark(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, bool mark);
 
 /* Set, then clear flags of all ranges in [@start, @end). */
 void rf_ranges_set_flags(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
@@ -171,16 +162,10 @@ void rf_ranges_set_flags(struct rf_ranges *ranges, uintptr_t start, uintptr_t en
  */
 void rf_ranges_tidy(struct rf_ranges *ranges, uintptr_t start, uintptr_t end);
 
-static inline bool rf_range_counted(const struct rf_range *range)
+/* fork() does not move shared memory. */
+static inline bool rf_range_wants_mark(const struct rf_range *range)
 {
-	return range->count[RF_OMIT] || range->count[RF_WIPE] || range->count[RF_KEEP];
-}
-
-/* The mark its registrations ask for. */
-static inline enum rf_mark rf_range_wants(const struct rf_range *range)
-{
-	return range->count[RF_OMIT] && range->nature != RF_NATURE_SHARED ? RF_MARK_OMIT
-									  : RF_MARK_NONE;
+	return range->count && range->nature != RF_NATURE_SHARED;
 }
 
 /* Runs of marked pages: each takes at most two VMAs more. */

@@ -6,6 +6,9 @@
 #include <errno.h>
 #include <string.h>
 
+/* A range is touched by a registration of that policy: a flag beside those of ranges.h. */
+#define TOUCHED_BY(policy) (uint8_t)(16u << (policy))
+
 /*
  * Every page a registration touches, edges included, which the advisor's own
  * ranges leave out where the kernel copies them. DUE: one of them still waits.
@@ -36,7 +39,7 @@ static int touched_pages(const struct rf_engine *engine, struct rf_ranges *touch
 			start = marked_start < start ? marked_start : start;
 			end = marked_end > end ? marked_end : end;
 		}
-		rf_ranges_add(touched, start, end, slot->policy, flags);
+		rf_ranges_add(touched, start, end, flags | TOUCHED_BY(slot->policy));
 		rf_ranges_tidy(touched, start, end);
 	}
 	return 0;
@@ -73,9 +76,9 @@ static enum rf_protection protection_of(struct rf_engine *engine, const struct r
 
 static enum rf_policy policy_of(const struct rf_range *range)
 {
-	if (range->count[RF_OMIT])
+	if (range->flags & TOUCHED_BY(RF_OMIT))
 		return RF_OMIT;
-	return range->count[RF_WIPE] ? RF_WIPE : RF_KEEP;
+	return range->flags & TOUCHED_BY(RF_WIPE) ? RF_WIPE : RF_KEEP;
 }
 
 struct list {
@@ -107,7 +110,7 @@ static void list_range(struct rf_engine *engine, struct list *list,
 	const struct rf_range *advised = rf_ranges_at(&engine->advisor.ranges, cursor);
 	uintptr_t at = range->start;
 	struct rf_range_info info = {
-		.registrations = range->count[0] + range->count[1] + range->count[2],
+		.registrations = range->count,
 		.policy = (uint8_t)policy_of(range),
 	};
 
@@ -169,9 +172,9 @@ static void count_ranges(const struct rf_advisor *advisor, struct rf_stats *stat
 	stats->vma_budget = advisor->vma_budget;
 	for (range = rf_ranges_at(ranges, cursor); range;
 	     range = rf_ranges_next(ranges, &cursor)) {
-		if (!rf_range_counted(range)) {
+		if (!range->count) {
 			stats->unreleased_bytes += range->end - range->start;
-		} else if (rf_range_wants(range) && !range->mark) {
+		} else if (rf_range_wants_mark(range) && !range->mark) {
 			stats->left_ranges++;
 			stats->left_bytes += range->end - range->start;
 		}

@@ -8,13 +8,13 @@
 #define BASE 0x10000000ul
 
 struct page {
-	uint32_t count[RF_POLICIES];
-	uint8_t mark, nature, flags;
+	uint32_t count;
+	bool mark;
+	uint8_t nature, flags;
 };
 
 struct interval {
 	size_t start, end;
-	enum rf_policy policy;
 };
 
 static struct page pages[PAGES];
@@ -27,21 +27,15 @@ static uintptr_t address(size_t page)
 	return BASE + page * 4096;
 }
 
-static bool counted(const struct page *page)
-{
-	return page->count[0] || page->count[1] || page->count[2];
-}
-
 static bool present(const struct page *page)
 {
-	return counted(page) || page->mark;
+	return page->count || page->mark;
 }
 
 static bool same(const struct page *left, const struct page *right)
 {
-	return !memcmp(left->count, right->count, sizeof(left->count)) &&
-	       left->mark == right->mark && left->nature == right->nature &&
-	       left->flags == right->flags;
+	return left->count == right->count && left->mark == right->mark &&
+	       left->nature == right->nature && left->flags == right->flags;
 }
 
 /* The list says of every page what the model says, in as few ranges as can be. */
@@ -65,7 +59,7 @@ static void compare(void)
 		CHECK(range->start == address(at) && range->end == address(next),
 		      "pages %zu to %zu: [%lu, %lu)", at, next, (range->start - BASE) / 4096,
 		      (range->end - BASE) / 4096);
-		CHECK(!memcmp(range->count, pages[at].count, sizeof(range->count)), "page %zu", at);
+		CHECK(range->count == pages[at].count, "page %zu", at);
 		CHECK(range->mark == pages[at].mark, "page %zu", at);
 		CHECK(range->nature == pages[at].nature, "page %zu: %d, not %d", at, range->nature,
 		      pages[at].nature);
@@ -91,19 +85,19 @@ static void tidy(size_t start, size_t end)
 			memset(&pages[at], 0, sizeof(pages[at]));
 }
 
-static void add(size_t start, size_t end, enum rf_policy policy, uint8_t flags)
+static void add(size_t start, size_t end, uint8_t flags)
 {
 	struct page *page;
 
 	CHECK(rf_ranges_reserve(&ranges, (uint32_t)live_count + 1) == 0);
-	rf_ranges_add(&ranges, address(start), address(end), policy, flags);
-	live[live_count++] = (struct interval){ start, end, policy };
+	rf_ranges_add(&ranges, address(start), address(end), flags);
+	live[live_count++] = (struct interval){ start, end };
 	for (page = pages + start; page < pages + end; page++) {
-		if (!counted(page) && page->mark) {
+		if (!page->count && page->mark) {
 			page->flags = RF_RANGE_DOUBT;
 			page->nature = RF_NATURE_UNASKED;
 		}
-		page->count[policy]++;
+		page->count++;
 		page->flags |= flags;
 		/* Mapped anew, perhaps: whoever registers here now cannot rely on what it was. */
 		if (page->flags & RF_RANGE_DOUBT)
@@ -117,10 +111,10 @@ static void sub(size_t which)
 	struct interval old = live[which];
 	struct page *page;
 
-	rf_ranges_sub(&ranges, address(old.start), address(old.end), old.policy);
+	rf_ranges_sub(&ranges, address(old.start), address(old.end));
 	for (page = pages + old.start; page < pages + old.end; page++) {
-		page->count[old.policy]--;
-		if (!counted(page))
+		page->count--;
+		if (!page->count)
 			page->flags &= (uint8_t)~(RF_RANGE_DOUBT | RF_RANGE_DUE);
 	}
 	live[which] = live[--live_count];
@@ -174,7 +168,7 @@ static struct interval dense(unsigned long nth)
 	size_t start = check_below(48), end = start + 1 + check_below(16);
 
 	(void)nth;
-	return (struct interval){ start, end, RF_OMIT };
+	return (struct interval){ start, end };
 }
 
 static struct interval isolated(unsigned long nth)
@@ -182,21 +176,21 @@ static struct interval isolated(unsigned long nth)
 	size_t start = 2 * check_below(PAGES / 2);
 
 	(void)nth;
-	return (struct interval){ start, start + 1, RF_OMIT };
+	return (struct interval){ start, start + 1 };
 }
 
 static struct interval ascending(unsigned long nth)
 {
 	size_t start = 3 * nth % (PAGES - 4);
 
-	return (struct interval){ start, start + 2, RF_OMIT };
+	return (struct interval){ start, start + 2 };
 }
 
 static struct interval descending(unsigned long nth)
 {
 	struct interval up = ascending(nth);
 
-	return (struct interval){ PAGES - up.end, PAGES - up.start, RF_OMIT };
+	return (struct interval){ PAGES - up.end, PAGES - up.start };
 }
 
 static struct interval anywhere(unsigned long nth)
@@ -204,7 +198,7 @@ static struct interval anywhere(unsigned long nth)
 	size_t start = check_below(PAGES), end = start + 1 + check_below(PAGES - start);
 
 	(void)nth;
-	return (struct interval){ start, end, (enum rf_policy)check_below(RF_POLICIES) };
+	return (struct interval){ start, end };
 }
 
 /* All of it, and what an allocator hands out of it, one piece beside another. */
@@ -213,8 +207,8 @@ static struct interval arena(unsigned long nth)
 	size_t size = (size_t)1 << check_below(6), start = size * check_below(PAGES / size);
 
 	if (nth % 64 == 0)
-		return (struct interval){ 0, PAGES, RF_OMIT };
-	return (struct interval){ start, start + size, RF_OMIT };
+		return (struct interval){ 0, PAGES };
+	return (struct interval){ start, start + size };
 }
 
 static void run_shape(shape *next)
@@ -230,7 +224,7 @@ static void run_shape(shape *next)
 		} else if (choice < 7) {
 			struct interval new = next(op);
 
-			add(new.start, new.end, new.policy, check_below(3) ? 0 : RF_RANGE_DOUBT);
+			add(new.start, new.end, check_below(3) ? 0 : RF_RANGE_DOUBT);
 		} else {
 			size_t start = check_below(PAGES);
 
@@ -245,10 +239,10 @@ static void run_shape(shape *next)
 	for (op = 0; op < PAGES; op++) {
 		if (!pages[op].mark)
 			continue;
-		pages[op].mark = RF_MARK_NONE;
+		pages[op].mark = false;
 		rf_ranges_cut(&ranges, address(op));
 		rf_ranges_cut(&ranges, address(op + 1));
-		rf_ranges_set_mark(&ranges, address(op), address(op + 1), RF_MARK_NONE);
+		rf_ranges_set_mark(&ranges, address(op), address(op + 1), false);
 	}
 	tidy(0, PAGES);
 	rf_ranges_check(&ranges);
@@ -300,7 +294,7 @@ static double bytes_a_range(const uint32_t *order)
 		uintptr_t start = BASE + order[i] * 8192ul;
 
 		CHECK(rf_ranges_reserve(&ranges, i + 1) == 0);
-		rf_ranges_add(&ranges, start, start + 4096, RF_OMIT, 0);
+		rf_ranges_add(&ranges, start, start + 4096, 0);
 		rf_ranges_tidy(&ranges, start, start + 4096);
 	}
 	rf_ranges_check(&ranges);
@@ -342,7 +336,7 @@ static void add_one(uint32_t nth, uint32_t registrations)
 	uintptr_t start = BASE + nth * 4096ul;
 
 	CHECK(rf_ranges_reserve(&ranges, registrations) == 0);
-	rf_ranges_add(&ranges, start, start + 4096, RF_OMIT, 0);
+	rf_ranges_add(&ranges, start, start + 4096, 0);
 	rf_ranges_tidy(&ranges, start, start + 4096);
 }
 
@@ -350,9 +344,9 @@ static void sub_one(uint32_t nth, bool marked)
 {
 	uintptr_t start = BASE + nth * 4096ul;
 
-	rf_ranges_sub(&ranges, start, start + 4096, RF_OMIT);
+	rf_ranges_sub(&ranges, start, start + 4096);
 	if (marked)
-		rf_ranges_set_mark(&ranges, start, start + 4096, RF_MARK_NONE);
+		rf_ranges_set_mark(&ranges, start, start + 4096, false);
 	rf_ranges_tidy(&ranges, start, start + 4096);
 	CHECK(ranges.count <= ranges.capacity);
 }
@@ -369,7 +363,7 @@ static void neighbours_merge_and_part_again(void)
 			add_one(i, i + 1);
 		CHECK(ranges.count == 1);
 		if (marked)
-			rf_ranges_set_mark(&ranges, BASE, BASE + many * 4096ul, RF_MARK_OMIT);
+			rf_ranges_set_mark(&ranges, BASE, BASE + many * 4096ul, true);
 		for (i = step >= 4; i < many; i += 2)
 			sub_one(step & 2 ? many - 2 - i : i, marked);
 		CHECK(ranges.count == many / 2);
@@ -434,7 +428,7 @@ static void nested_registrations_part_in_any_order(void)
 		CHECK(rf_ranges_reserve(&ranges, i + 1) == 0);
 		/* [i, many) and then [0, i): every second end is hidden. */
 		rf_ranges_add(&ranges, BASE + (i & 1 ? 0 : i + 1) * 4096ul,
-			      BASE + (i & 1 ? i : many + 1) * 4096ul, RF_OMIT, 0);
+			      BASE + (i & 1 ? i : many + 1) * 4096ul, 0);
 		rf_ranges_tidy(&ranges, 0, UINTPTR_MAX);
 	}
 	for (i = many; i; i--) {
@@ -442,7 +436,7 @@ static void nested_registrations_part_in_any_order(void)
 
 		order[which] = order[i - 1];
 		rf_ranges_sub(&ranges, BASE + (nth & 1 ? 0 : nth + 1) * 4096ul,
-			      BASE + (nth & 1 ? nth : many + 1) * 4096ul, RF_OMIT);
+			      BASE + (nth & 1 ? nth : many + 1) * 4096ul);
 		rf_ranges_tidy(&ranges, 0, UINTPTR_MAX);
 		rf_ranges_check(&ranges);
 	}
@@ -456,19 +450,19 @@ static void the_list_reaches_the_ends_of_the_address_space(void)
 	rf_ranges_init(&ranges);
 	CHECK(rf_ranges_reserve(&ranges, 4) == 0);
 	CHECK(!rf_ranges_find(&ranges, 0) && !rf_ranges_find(&ranges, UINTPTR_MAX));
-	rf_ranges_add(&ranges, 0, 4096, RF_OMIT, 0);
-	rf_ranges_add(&ranges, last - 4096, last, RF_OMIT, 0);
-	rf_ranges_set_mark(&ranges, 0, 4096, RF_MARK_OMIT);
-	rf_ranges_set_mark(&ranges, last - 4096, last, RF_MARK_OMIT);
+	rf_ranges_add(&ranges, 0, 4096, 0);
+	rf_ranges_add(&ranges, last - 4096, last, 0);
+	rf_ranges_set_mark(&ranges, 0, 4096, true);
+	rf_ranges_set_mark(&ranges, last - 4096, last, true);
 	rf_ranges_tidy(&ranges, 0, UINTPTR_MAX);
 	rf_ranges_check(&ranges);
 	CHECK(ranges.count == 2 && rf_ranges_runs(&ranges) == 2);
 	CHECK(rf_ranges_find(&ranges, 0) && rf_ranges_find(&ranges, last - 1));
 	CHECK(!rf_ranges_find(&ranges, last) && !rf_ranges_find(&ranges, UINTPTR_MAX));
-	rf_ranges_set_mark(&ranges, 0, 4096, RF_MARK_NONE);
-	rf_ranges_set_mark(&ranges, last - 4096, last, RF_MARK_NONE);
-	rf_ranges_sub(&ranges, 0, 4096, RF_OMIT);
-	rf_ranges_sub(&ranges, last - 4096, last, RF_OMIT);
+	rf_ranges_set_mark(&ranges, 0, 4096, false);
+	rf_ranges_set_mark(&ranges, last - 4096, last, false);
+	rf_ranges_sub(&ranges, 0, 4096);
+	rf_ranges_sub(&ranges, last - 4096, last);
 	rf_ranges_tidy(&ranges, 0, UINTPTR_MAX);
 	CHECK(!ranges.count);
 }

@@ -6,9 +6,17 @@
 #include <string.h>
 #include <sys/mman.h>
 
-void rf_advisor_init(struct rf_advisor *advisor)
+#ifndef MADV_WIPEONFORK /* Linux 4.14 */
+#define MADV_WIPEONFORK 18
+#define MADV_KEEPONFORK 19
+#endif
+
+void rf_advisor_init(struct rf_advisor *advisor, enum rf_policy policy,
+		     const struct rf_advisor *beside)
 {
 	memset(advisor, 0, sizeof(*advisor));
+	advisor->policy = policy;
+	advisor->beside = beside;
 	rf_ranges_init(&advisor->ranges);
 }
 
@@ -17,6 +25,7 @@ void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel
 {
 	advisor->kernel = kernel;
 	advisor->whole = whole || !kernel->copy_trusted;
+	advisor->required = advisor->policy == RF_WIPE || !kernel->copy_trusted;
 	advisor->contested = contested || !kernel->copy_trusted;
 	advisor->vma_budget = kernel->max_map_count / 2;
 	rf_memory_free(&advisor->reader.table);
@@ -32,6 +41,14 @@ void rf_advisor_clear(struct rf_advisor *advisor)
 	/* Another thread may have had a round under way: its descriptor speaks of the parent. */
 	advisor->reader.depth = 0;
 	advisor->reader.fd = -1;
+}
+
+void rf_advisor_abandon(struct rf_advisor *advisor)
+{
+	rf_memory_abandon(&advisor->ranges.leaves);
+	rf_memory_abandon(&advisor->ranges.directory);
+	rf_memory_abandon(&advisor->reader.table);
+	advisor->ranges.capacity = 0;
 }
 
 static uintptr_t down(uintptr_t address, unsigned int shift)
@@ -63,6 +80,18 @@ int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, i
 {
 	advisor->madvise_calls++;
 	return rf_sys_madvise(start, end - start, advice);
+}
+
+static int call_mark(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
+{
+	return rf_advise_call(advisor, start, end,
+			      advisor->policy == RF_OMIT ? MADV_DONTFORK : MADV_WIPEONFORK);
+}
+
+static int call_unmark(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
+{
+	return rf_advise_call(advisor, start, end,
+			      advisor->policy == RF_OMIT ? MADV_DOFORK : MADV_KEEPONFORK);
 }
 
 /* The page size one end is rounded to: 0 for base pages and where nothing is mapped. */
@@ -207,7 +236,7 @@ static void unmark_mapping(struct rf_advisor *advisor, const struct rf_vma *vma,
 		last = down(end, vma->shift);
 	if (first >= last)
 		return;
-	rc = rf_advise_call(advisor, first, last, MADV_DOFORK);
+	rc = call_unmark(advisor, first, last);
 	/* EINVAL now: a device's mapping, which no child ever had or will have. */
 	if (rc >= 0 || (rc == -EINVAL && !vma->anonymous)) {
 		forget_marks(advisor, first, last);
@@ -261,7 +290,7 @@ static void unmark_mappings(struct rf_advisor *advisor, uintptr_t start, uintptr
 
 void rf_advise_unmark(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
 {
-	if (rf_advise_call(advisor, start, end, MADV_DOFORK) >= 0) {
+	if (call_unmark(advisor, start, end) >= 0) {
 		if (rf_unlikely(advisor->ranges.retries))
 			rf_ranges_set_flags(&advisor->ranges, start, end, 0, RF_RANGE_RETRY);
 		rf_ranges_set_mark(&advisor->ranges, start, end, false);
@@ -314,7 +343,7 @@ static bool is_unwanted(const struct rf_range *range)
 /* A run about to be marked may not take the process past its share of VMAs. */
 static bool has_room(const struct rf_advisor *advisor)
 {
-	return 2 * ((uint64_t)rf_ranges_runs(&advisor->ranges) + 1) <= advisor->vma_budget;
+	return 2 * (rf_advise_runs(advisor) + 1) <= advisor->vma_budget;
 }
 
 static void set_fresh(struct rf_advisor *advisor, const struct rf_run *run)
@@ -337,7 +366,7 @@ static int mark_now(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, 
 	for (at = start; at < end && rf_advise_next_run(advisor, at, end, to_mark_now, &run);
 	     at = run.end) {
 		if (run.unmarked && !has_room(advisor)) {
-			if (!advisor->kernel->copy_trusted)
+			if (advisor->required)
 				return -EDQUOT;
 			if (held) {
 				rf_ranges_set_flags(&advisor->ranges, run.start, run.end,
@@ -348,7 +377,7 @@ static int mark_now(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, 
 		}
 		if (run.unmarked)
 			set_fresh(advisor, &run);
-		rc = rf_advise_call(advisor, run.start, run.end, MADV_DONTFORK);
+		rc = call_mark(advisor, run.start, run.end);
 		if (rc < 0)
 			return rc;
 		if (run.unmarked)
@@ -407,6 +436,43 @@ static int ask_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, struct
 	return mark_now(advisor, start, end, held);
 }
 
+/* Only private anonymous memory in base pages can be wiped: what else is there? */
+static void name_unwipeable(struct rf_advisor *advisor, struct rf_error *error)
+{
+	struct rf_vma vma;
+	uintptr_t at;
+
+	if (rf_vma_open(&advisor->reader) < 0)
+		return;
+	for (at = error->start; at < error->end; at = vma.end) {
+		if (rf_vma_find(&advisor->reader, at, &vma) < 0)
+			break;
+		if (vma.anonymous && !vma.shared)
+			continue;
+		error->start = vma.start > at ? vma.start : at;
+		error->end = vma.end < error->end ? vma.end : error->end;
+		break;
+	}
+	rf_vma_close(&advisor->reader);
+}
+
+int rf_advise_is_shared(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
+{
+	int rc = rf_vma_open(&advisor->reader);
+	struct rf_vma vma;
+	bool shared = true;
+	uintptr_t at;
+
+	if (rc < 0)
+		return rc;
+	for (at = start; rc >= 0 && shared && at < end; at = vma.end) {
+		rc = rf_vma_find(&advisor->reader, at, &vma);
+		shared = rc >= 0 && vma.start <= at && vma.shared;
+	}
+	rf_vma_close(&advisor->reader);
+	return rc < 0 && rc != -ENOENT ? rc : shared;
+}
+
 /* Why the kernel said @rc to [@start, @end), and the errno that says it best. */
 static int explain(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, int rc,
 		   struct rf_error *error)
@@ -422,6 +488,11 @@ static int explain(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, i
 	error->cause = RF_CAUSE_VMA_LIMIT;
 	if (rc == -EDQUOT || rc == -EAGAIN)
 		return -ENOMEM;
+	if (rc == -EINVAL && advisor->policy == RF_WIPE) {
+		error->cause = RF_CAUSE_WIPE;
+		name_unwipeable(advisor, error);
+		return rc;
+	}
 	if (rc != -ENOMEM) {
 		error->cause = RF_CAUSE_REFUSED;
 		return rc;
@@ -493,7 +564,7 @@ int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking
 	error->cause = RF_CAUSE_NONE;
 	*ask = held && edges;
 	/* Without /proc its edges are the kernel's to copy, huge pages or not. */
-	if (!held && edges)
+	if (!held && edges && advisor->policy == RF_OMIT)
 		(void)ask_unheld_ends(advisor, slot);
 	rf_advise_extent(advisor, slot, &start, &end);
 	if (start >= end)
@@ -502,7 +573,7 @@ int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking
 	rc = -EINVAL;
 	if (!forking)
 		rc = mark_now(advisor, start, end, held);
-	if (rc == -EINVAL)
+	if (rc == -EINVAL && advisor->policy == RF_OMIT)
 		rc = ask_and_mark(advisor, slot, error);
 	rf_advise_extent(advisor, slot, &start, &end);
 	/* Also after a failure: what was marked anew, in doubt, may have become shared. */
@@ -526,6 +597,8 @@ void rf_advise_retry(struct rf_advisor *advisor)
 	struct rf_run run;
 	uintptr_t at;
 
+	if (rf_likely(!advisor->ranges.retries))
+		return;
 	for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_to_retry, &run);
 	     at = run.end) {
 		rf_advise_unmark(advisor, run.start, run.end);
@@ -549,7 +622,7 @@ static void widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr_t 
 
 static bool is_over_budget(const struct rf_advisor *advisor)
 {
-	return 2 * (uint64_t)rf_ranges_runs(&advisor->ranges) > advisor->vma_budget;
+	return 2 * rf_advise_runs(advisor) > advisor->vma_budget;
 }
 
 void rf_advise_leave(struct rf_advisor *advisor, const struct rf_run *run)
@@ -616,9 +689,9 @@ void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
 	     at = run.end)
 		rf_advise_unmark(advisor, run.start, run.end);
 	rf_ranges_tidy(ranges, start, end);
-	if (rf_unlikely(is_over_budget(advisor)) && advisor->kernel->copy_trusted)
+	if (rf_unlikely(is_over_budget(advisor)) && !advisor->required)
 		keep_to_budget(advisor, start, end);
 	/* VMAs came free, which may be what others wait for. */
-	if (rf_unlikely(ranges->retries) && rf_ranges_runs(ranges) < runs)
+	if (rf_ranges_runs(ranges) < runs)
 		rf_advise_retry(advisor);
 }

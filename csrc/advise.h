@@ -30,7 +30,15 @@
 #include "registry.h"
 #include "vma.h"
 
+/*
+ * One for each advice: MADV_DONTFORK for RF_OMIT, MADV_WIPEONFORK for RF_WIPE. To
+ * the kernel they are independent, and a page with both is absent. What is to read
+ * as zeros has no substitute: it is marked at once or refused, in either mode.
+ */
 struct rf_advisor {
+	enum rf_policy policy;
+	bool required;		/* what is not marked is not left to the kernel */
+	const struct rf_advisor *beside;	/* takes of the same VMA budget */
 	struct rf_ranges ranges;
 	const struct rf_kernel *kernel;
 	bool whole;		/* mark every page touched, not only those filled */
@@ -42,7 +50,8 @@ struct rf_advisor {
 	struct rf_vma_reader reader;
 };
 
-void rf_advisor_init(struct rf_advisor *advisor);
+void rf_advisor_init(struct rf_advisor *advisor, enum rf_policy policy,
+		     const struct rf_advisor *beside);
 
 /*
  * Nothing is counted yet. @whole: mark whole pages even where copying is trusted.
@@ -54,6 +63,16 @@ void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel
 
 /* Forget everything and keep the memory, for a child that inherits it. */
 void rf_advisor_clear(struct rf_advisor *advisor);
+
+/* The same where the structures may not fit together: their memory is lost. */
+void rf_advisor_abandon(struct rf_advisor *advisor);
+
+/* Runs of marked pages of all advisors: each takes at most two VMAs more. */
+static inline uint64_t rf_advise_runs(const struct rf_advisor *advisor)
+{
+	return (uint64_t)rf_ranges_runs(&advisor->ranges) +
+	       rf_ranges_runs(&advisor->beside->ranges);
+}
 
 /*
  * Count @slot, which is neither counted nor listed, and mark its pages before
@@ -67,6 +86,9 @@ int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking
 /* Count all listed slots, unlist them, and mark what is due. Nothing to report: see above. */
 void rf_advise_fold(struct rf_advisor *advisor, struct rf_registry *registry);
 
+/* Is all of [@start, @end) mapped, and shared? 1, 0, or why that cannot be asked. */
+int rf_advise_is_shared(struct rf_advisor *advisor, uintptr_t start, uintptr_t end);
+
 /* Ask what is not known of the counted ranges, and unmark what is shared. */
 void rf_advise_settle(struct rf_advisor *advisor);
 
@@ -76,6 +98,9 @@ void rf_advise_settle(struct rf_advisor *advisor);
  * unasked yet. What we hold to be marked is unmarked once more by the next fold.
  */
 void rf_advise_unmark_all_shared(const struct rf_kernel *kernel);
+
+/* Unmark what the kernel refused to before. */
+void rf_advise_retry(struct rf_advisor *advisor);
 
 /* Take a counted slot out and unmark what nobody counts any more. */
 void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot);

@@ -26,9 +26,6 @@ void rf_advise_unmark(struct rf_advisor *advisor, uintptr_t start, uintptr_t end
 /* Unmark a run that is wanted: the kernel copies it, until a fold marks it again. */
 void rf_advise_leave(struct rf_advisor *advisor, const struct rf_run *run);
 
-/* Unmark what the kernel refused to before. */
-void rf_advise_retry(struct rf_advisor *advisor);
-
 /* Learn the page sizes at the ends of @slot. The reader is open, here and below. */
 int rf_advise_ask_ends(struct rf_advisor *advisor, struct rf_slot *slot);
 

@@ -22,6 +22,7 @@ void rf_clear(void)
 
 	rf_registry_clear(&engine->registry);
 	rf_advisor_clear(&engine->advisor);
+	rf_advisor_clear(&engine->wiper);
 	engine->mode_inherited = engine->mode != RF_MODE_NONE;
 	engine->registered = false;
 	engine->clear_when_left = false;
@@ -45,6 +46,7 @@ bool rf_become_child(void)
 	}
 	engine->generation++;
 	engine->registry.inherited = engine->registry.last_serial;
+	rf_wiped_keep(&engine->wiped);
 	__atomic_store_n(&engine->window, 0, __ATOMIC_RELAXED);
 	if (rf_lock_is_mine(&engine->lock)) {
 		engine->clear_when_left = true;
@@ -52,10 +54,8 @@ bool rf_become_child(void)
 		/* Held by a thread that does not exist here: what it was moving may be nowhere. */
 		if (engine->lock.word) {
 			rf_memory_abandon(&engine->registry.slots);
-			rf_memory_abandon(&engine->advisor.ranges.leaves);
-			rf_memory_abandon(&engine->advisor.ranges.directory);
-			rf_memory_abandon(&engine->advisor.reader.table);
-			engine->advisor.ranges.capacity = 0;
+			rf_advisor_abandon(&engine->advisor);
+			rf_advisor_abandon(&engine->wiper);
 		}
 		rf_clear();
 		__atomic_store_n(&engine->lock.word, 0, __ATOMIC_RELEASE);

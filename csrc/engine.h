@@ -24,6 +24,7 @@
 #include "descriptors.h"
 #include "lock.h"
 #include "registry.h"
+#include "wiped.h"
 
 #include <errno.h>
 
@@ -40,8 +41,9 @@ struct rf_engine {
 	uint32_t generation;
 	uint64_t forks, forks_unprepared;
 	struct rf_registry registry;
-	struct rf_advisor advisor;
+	struct rf_advisor advisor, wiper;	/* of RF_OMIT, of RF_WIPE */
 	struct rf_descriptors descriptors;
+	struct rf_wiped wiped;
 };
 
 /* Between rf_enter() and rf_leave(), but for what is said to be atomic. */

@@ -156,7 +156,7 @@ static void flush(struct rf_advisor *advisor, struct batch *batch)
 static void mark_due(struct rf_advisor *advisor, size_t nbytes)
 {
 	struct batch batch = { .count = 0 };
-	uint64_t room = advisor->vma_budget / 2, taken = rf_ranges_runs(&advisor->ranges);
+	uint64_t room = advisor->vma_budget / 2, taken = rf_advise_runs(advisor);
 	struct rf_run run;
 	uintptr_t at;
 
@@ -171,7 +171,7 @@ static void mark_due(struct rf_advisor *advisor, size_t nbytes)
 		if (++batch.count < BATCH)
 			continue;
 		flush(advisor, &batch);
-		taken = rf_ranges_runs(&advisor->ranges);
+		taken = rf_advise_runs(advisor);
 	}
 	flush(advisor, &batch);
 }
@@ -189,10 +189,8 @@ static void walk(struct rf_advisor *advisor, bool marking)
 		for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_due, &run);
 		     at = run.end)
 			due_runs++;
-		step = 2 * ((uint64_t)due_runs + rf_ranges_runs(&advisor->ranges)) <=
-				       advisor->vma_budget
-			       ? STEPS - 1
-			       : 0;
+		step = 2 * (due_runs + rf_advise_runs(advisor)) <= advisor->vma_budget ? STEPS - 1
+										       : 0;
 		for (; due_runs && step < STEPS; step++)
 			mark_due(advisor, page_steps[step] * advisor->kernel->page_size);
 	}
@@ -235,8 +233,7 @@ void rf_advise_fold(struct rf_advisor *advisor, struct rf_registry *registry)
 {
 	if (advisor->contested)
 		mark_again(advisor);
-	if (advisor->ranges.retries)
-		rf_advise_retry(advisor);
+	rf_advise_retry(advisor);
 	advisor->dirty = advisor->dirty && remains(advisor);
 	if (!registry->listed && !advisor->dirty)
 		return;

@@ -26,6 +26,7 @@ static void prepare(void)
 	}
 	engine->forks++;
 	rf_advise_fold(&engine->advisor, &engine->registry);
+	rf_advise_retry(&engine->wiper);
 	rf_leave();
 }
 
@@ -62,7 +63,8 @@ __attribute__((constructor)) static void install(void)
 	size_t nbytes = 64 * 1024; /* the largest base page */
 
 	rf_registry_init(&engine->registry);
-	rf_advisor_init(&engine->advisor);
+	rf_advisor_init(&engine->advisor, RF_OMIT, &engine->wiper);
+	rf_advisor_init(&engine->wiper, RF_WIPE, &engine->advisor);
 	if (rf_sys_map(nbytes, &page) >= 0 &&
 	    rf_sys_madvise((uintptr_t)page, nbytes, MADV_WIPEONFORK) >= 0)
 		engine->alive = page;

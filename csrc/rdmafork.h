@@ -43,11 +43,15 @@ enum rf_mode {
 	RF_MODE_EAGER = 3,	/* advice is on when rf_register() returns */
 };
 
-/* What a child gets of registered private pages. */
+/*
+ * What a child gets of registered private pages. Where registrations with several
+ * wishes overlap, a page that one omits is absent, whatever the others say, and one
+ * that one wipes is zeros.
+ */
 enum rf_policy {
 	RF_OMIT = 0,		/* nothing: the pages are absent */
-	RF_WIPE = 1,		/* zeros */
-	RF_KEEP = 2,		/* a copy */
+	RF_WIPE = 1,		/* zeros; private anonymous memory, marked at once in either mode */
+	RF_KEEP = 2,		/* a copy: the kernel's, where it can be trusted */
 	RF_POLICIES = 3,
 };
 
@@ -60,7 +64,7 @@ enum rf_policy {
 enum rf_cause {
 	RF_CAUSE_NONE = 0,
 	RF_CAUSE_WRAP,		/* EOVERFLOW: address + nbytes leaves the address space */
-	RF_CAUSE_POLICY,	/* EINVAL, ENOTSUP: no such policy, or not to be had here */
+	RF_CAUSE_POLICY,	/* EINVAL no such policy; ENOTSUP RF_KEEP, where the kernel does not copy */
 	RF_CAUSE_HOLE,		/* ENOMEM: [start, end) of the range is not mapped */
 	RF_CAUSE_VMA_LIMIT,	/* ENOMEM: would take more than half of vm.max_map_count */
 	RF_CAUSE_ENGINE_MEMORY,	/* ENOMEM: the engine's own tables cannot grow */
@@ -73,6 +77,7 @@ enum rf_cause {
 	RF_CAUSE_UNTRUSTED,	/* ENOTSUP: lazy, where the kernel does not copy at fork */
 	RF_CAUSE_KERNEL,	/* ENOSYS: no MADV_DONTFORK */
 	RF_CAUSE_OTHER_ENGINE,	/* EEXIST: another copy of librdmafork runs in this process */
+	RF_CAUSE_WIPE,		/* EINVAL: [start, end) is a file's, or huge pages: not to be wiped */
 };
 
 struct rf_error {

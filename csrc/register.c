@@ -19,9 +19,9 @@ static int check_arguments(uintptr_t start, size_t nbytes, enum rf_policy policy
 		error->cause = RF_CAUSE_WRAP;
 		return -EOVERFLOW;
 	}
-	if (policy != RF_OMIT) {
+	if ((unsigned int)policy >= RF_POLICIES) {
 		error->cause = RF_CAUSE_POLICY;
-		return (unsigned int)policy < RF_POLICIES ? -ENOTSUP : -EINVAL;
+		return -EINVAL;
 	}
 	return 0;
 }
@@ -33,6 +33,63 @@ static bool may_wait(const struct rf_engine *engine, unsigned int flags)
 	       !__atomic_load_n(&engine->window, __ATOMIC_RELAXED);
 }
 
+/* Does it take no system call? */
+static bool is_quick(const struct rf_engine *engine, size_t nbytes, unsigned int flags,
+		     enum rf_policy policy)
+{
+	if (!nbytes || engine->mode == RF_MODE_NONE)
+		return true;
+	if (rf_unlikely(policy != RF_OMIT))
+		return policy == RF_KEEP && engine->advisor.kernel->copy_trusted;
+	return may_wait(engine, flags);
+}
+
+/* Nothing to mark: the kernel copies, or there is nothing to copy. */
+static int keep(struct rf_engine *engine, const struct rf_slot *slot, struct rf_error *error)
+{
+	int rc;
+
+	if (engine->advisor.kernel->copy_trusted)
+		return 0;
+	rc = rf_advise_is_shared(&engine->advisor, slot->start, slot->end);
+	if (rc > 0)
+		return 0;
+	error->cause = rc < 0 ? RF_CAUSE_NO_PROC : RF_CAUSE_POLICY;
+	return rc < 0 ? rc : -ENOTSUP;
+}
+
+static int wipe(struct rf_engine *engine, struct rf_slot *slot, struct rf_error *error)
+{
+	uintptr_t start, end;
+	bool ask;
+	int rc;
+
+	rf_advise_extent(&engine->wiper, slot, &start, &end);
+	if (start >= end)
+		return 0;
+	if (rf_wiped_add(&engine->wiped, start, end, &slot->note) < 0) {
+		error->cause = RF_CAUSE_ENGINE_MEMORY;
+		return -ENOMEM;
+	}
+	rc = rf_advise_now(&engine->wiper, slot, false, &ask, error);
+	if (rc >= 0)
+		slot->flags |= RF_SLOT_COUNTED;
+	else
+		rf_wiped_remove(&engine->wiped, slot->note);
+	return rc;
+}
+
+/* The slot is counted. */
+static void uncount(struct rf_engine *engine, struct rf_slot *slot)
+{
+	if (rf_likely(slot->policy == RF_OMIT)) {
+		rf_advise_release(&engine->advisor, slot);
+		return;
+	}
+	rf_advise_release(&engine->wiper, slot);
+	rf_wiped_remove(&engine->wiped, slot->note);
+}
+
 static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
 		   unsigned int flags, struct rf_error *error)
 {
@@ -41,6 +98,9 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 
 	if (slot->start == slot->end)
 		return 0;
+	if (rf_unlikely(slot->policy != RF_OMIT))
+		return slot->policy == RF_WIPE ? wipe(engine, slot, error)
+					       : keep(engine, slot, error);
 	if (rf_likely(may_wait(engine, flags))) {
 		rf_registry_list(&engine->registry, index);
 		return 0;
@@ -72,7 +132,9 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 
 	rc = rf_registry_reserve(&engine->registry);
 	if (rf_likely(rc >= 0))
-		rc = rf_ranges_reserve(&engine->advisor.ranges, engine->registry.live + 1);
+		rc = rf_ranges_reserve(policy == RF_WIPE ? &engine->wiper.ranges
+							 : &engine->advisor.ranges,
+				       engine->registry.live + 1);
 	if (rf_unlikely(rc < 0)) {
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
@@ -122,8 +184,7 @@ RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 		error->cause = rc == -EDEADLK ? RF_CAUSE_SIGNAL : RF_CAUSE_NONE;
 		return rc;
 	}
-	if (rf_unlikely(flags & RF_NOWAIT && nbytes && engine->mode != RF_MODE_NONE &&
-			!may_wait(engine, flags)))
+	if (rf_unlikely(flags & RF_NOWAIT && !is_quick(engine, nbytes, flags, policy)))
 		rc = -EAGAIN;
 	else
 		rc = register_entered((uintptr_t)address, nbytes, flags, policy, handle, error);
@@ -148,7 +209,7 @@ RF_API int rf_release(struct rf_handle handle, unsigned int flags)
 		if (slot->flags & RF_SLOT_LISTED)
 			rf_registry_unlist(&engine->registry, handle.slot);
 		if (slot->flags & RF_SLOT_COUNTED)
-			rf_advise_release(&engine->advisor, slot);
+			uncount(engine, slot);
 		rf_registry_put(&engine->registry, handle.slot);
 	}
 	rf_leave();

@@ -45,6 +45,17 @@ static int touched_pages(const struct rf_engine *engine, struct rf_ranges *touch
 	return 0;
 }
 
+/* The answer holds up to where *@end goes. */
+static bool is_wiped(const struct rf_engine *engine, uintptr_t start, uintptr_t *end)
+{
+	const struct rf_ranges *ranges = &engine->wiper.ranges;
+	const struct rf_range *range = rf_ranges_at(ranges, rf_ranges_seek(ranges, start));
+	uintptr_t stop = !range ? *end : range->start > start ? range->start : range->end;
+
+	*end = stop < *end ? stop : *end;
+	return range && range->start <= start && range->mark;
+}
+
 /*
  * What protects @here, a part of which is counted as @advised, or is not, as an
  * edge or before a fold: then it may lie in shared memory, up to where *@end goes.
@@ -58,6 +69,8 @@ static enum rf_protection protection_of(struct rf_engine *engine, const struct r
 	if (engine->mode == RF_MODE_NONE)
 		return RF_BY_NOTHING;
 	if (advised && advised->mark)
+		return RF_BY_ADVICE;
+	if (here->flags & TOUCHED_BY(RF_WIPE) && is_wiped(engine, start, end))
 		return RF_BY_ADVICE;
 	if (advised && advised->nature == RF_NATURE_SHARED)
 		return RF_BY_SHARING;
@@ -159,17 +172,24 @@ RF_API ssize_t rf_list(struct rf_range_info *out, size_t capacity)
 	return rc < 0 ? rc : (ssize_t)list.count;
 }
 
+/* Adds what @advisor has. */
 static void count_ranges(const struct rf_advisor *advisor, struct rf_stats *stats)
 {
 	const struct rf_ranges *ranges = &advisor->ranges;
 	struct rf_cursor cursor = { 0, 0 };
 	const struct rf_range *range;
 
-	stats->ranges = ranges->count;
-	stats->marked_ranges = rf_ranges_runs(ranges);
-	stats->marked_bytes = ranges->marked_bytes;
-	stats->vmas = 2 * (uint64_t)rf_ranges_runs(ranges);
+	stats->ranges += ranges->count;
+	stats->marked_ranges += rf_ranges_runs(ranges);
+	stats->marked_bytes += ranges->marked_bytes;
+	stats->vmas += 2 * (uint64_t)rf_ranges_runs(ranges);
 	stats->vma_budget = advisor->vma_budget;
+	stats->madvise_calls += advisor->madvise_calls;
+	stats->query_calls += advisor->reader.questions;
+	/* What has been written to; reserved pages beyond take no memory. */
+	stats->engine_bytes += (uint64_t)ranges->leaves_touched * sizeof(struct rf_leaf) +
+			       (uint64_t)ranges->leaf_count * sizeof(struct rf_leaf_entry) +
+			       advisor->reader.table.mapped;
 	for (range = rf_ranges_at(ranges, cursor); range;
 	     range = rf_ranges_next(ranges, &cursor)) {
 		if (!range->count) {
@@ -184,24 +204,18 @@ static void count_ranges(const struct rf_advisor *advisor, struct rf_stats *stat
 RF_API int rf_stats(struct rf_stats *stats)
 {
 	const struct rf_engine *engine = &rf_engine;
-	const struct rf_advisor *advisor = &engine->advisor;
 	int rc = rf_enter(0);
 
 	memset(stats, 0, sizeof(*stats));
 	if (rc < 0)
 		return rc;
-	count_ranges(advisor, stats);
+	count_ranges(&engine->advisor, stats);
+	count_ranges(&engine->wiper, stats);
 	stats->registrations = engine->registry.live;
 	stats->pending = engine->registry.listed;
-	stats->madvise_calls = advisor->madvise_calls;
-	stats->query_calls = advisor->reader.questions;
 	stats->forks = engine->forks;
 	stats->forks_unprepared = __atomic_load_n(&engine->forks_unprepared, __ATOMIC_RELAXED);
-	/* What has been written to; reserved pages beyond take no memory. */
-	stats->engine_bytes = (uint64_t)engine->registry.touched * sizeof(struct rf_slot) +
-			      (uint64_t)advisor->ranges.leaves_touched * sizeof(struct rf_leaf) +
-			      (uint64_t)advisor->ranges.leaf_count * sizeof(struct rf_leaf_entry) +
-			      advisor->reader.table.mapped;
+	stats->engine_bytes += (uint64_t)engine->registry.touched * sizeof(struct rf_slot);
 	rf_leave();
 	return 0;
 }

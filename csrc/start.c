@@ -147,6 +147,7 @@ static int start(enum rf_mode mode, bool any, bool whole, struct rf_error *error
 		return -ENOMEM;
 	}
 	rf_advisor_start(&engine->advisor, kernel, whole, environment_starts());
+	rf_advisor_start(&engine->wiper, kernel, whole, false);
 	__atomic_store_n(&engine->environment_read, true, __ATOMIC_RELAXED);
 	/* After all that a child of another thread's fork finds with it. */
 	__atomic_store_n(&engine->mode, mode, __ATOMIC_RELEASE);

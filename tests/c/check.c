@@ -289,6 +289,8 @@ static unsigned int parse_flags(const char *at)
 	for (; *at; at++) {
 		if (!strncmp(at, " dc", 3))
 			flags |= CHECK_DC;
+		if (!strncmp(at, " wf", 3))
+			flags |= CHECK_WF;
 		else if (!strncmp(at, " sh", 3))
 			flags |= CHECK_SHARED;
 		else if (!strncmp(at, " ht", 3))
@@ -450,6 +452,7 @@ void check_release(struct rf_handle handle)
 void check_sound(void)
 {
 	rf_ranges_check(&rf_engine.advisor.ranges);
+	rf_ranges_check(&rf_engine.wiper.ranges);
 	rf_registry_check(&rf_engine.registry);
 	CHECK(!rf_engine.advisor.reader.depth, "a round of questions was left open");
 }
@@ -467,7 +470,7 @@ void check_empty(void)
 	CHECK(!stats.ranges, "%lu", (unsigned long)stats.ranges);
 	CHECK(!stats.marked_ranges && !stats.marked_bytes && !stats.vmas);
 	CHECK(!stats.left_ranges && !stats.left_bytes);
-	CHECK(!rf_engine.advisor.ranges.retries);
+	CHECK(!rf_engine.advisor.ranges.retries && !rf_engine.wiper.ranges.retries);
 	CHECK(rf_list(&info, 1) == 0);
 }
 

@@ -94,6 +94,7 @@ char *check_map_huge(size_t pages, int sharing);
 #define CHECK_DC	2u	/* VmFlags: MADV_DONTFORK */
 #define CHECK_SHARED	4u
 #define CHECK_HUGETLB	8u
+#define CHECK_WF	16u	/* VmFlags: MADV_WIPEONFORK */
 
 /* Reads smaps, for the next two. */
 void check_read_smaps(void);

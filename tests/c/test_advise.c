@@ -27,6 +27,7 @@ static void distrust_the_kernel(void)
 	rf_engine.advisor.kernel = &kernel;
 	rf_engine.advisor.whole = true;
 	rf_engine.advisor.contested = true;
+	rf_engine.advisor.required = true;
 }
 
 static void need_trust(void)

@@ -1,0 +1,448 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* What a child gets: nothing, zeros, or a copy. */
+#define _GNU_SOURCE
+#include "check.h"
+#include "engine.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/syscall.h>
+
+static struct rf_error error;
+
+static int try_register(const void *start, size_t nbytes, enum rf_policy policy,
+			struct rf_handle *handle)
+{
+	memset(&error, 0, sizeof(error));
+	return rf_register(start, nbytes, RF_HELD, policy, handle, &error);
+}
+
+static struct rf_handle take(const void *start, size_t nbytes, enum rf_policy policy)
+{
+	struct rf_handle handle;
+
+	CHECK(try_register(start, nbytes, policy, &handle) == 1, "cause %d", error.cause);
+	return handle;
+}
+
+static void start(enum rf_mode mode)
+{
+	struct rf_kernel kernel;
+
+	rf_kernel_info(&kernel);
+	if (!kernel.copy_trusted)
+		check_skip("copying at fork is not trusted on %s", kernel.release);
+	check_start(mode);
+}
+
+/* What a child finds at @address: its byte there, or -1 where nothing is. */
+static int child_finds(const char *address)
+{
+	int ends[2];
+	char byte = 0;
+	ssize_t got;
+	pid_t pid;
+
+	CHECK(pipe(ends) == 0);
+	pid = fork();
+	CHECK(pid >= 0);
+	/* The kernel does not write what the process could not read. */
+	if (!pid)
+		_exit(write(ends[1], address, 1) != 1);
+	check_wait(pid);
+	close(ends[1]);
+	got = read(ends[0], &byte, 1);
+	close(ends[0]);
+	return got == 1 ? (unsigned char)byte : -1;
+}
+
+static void a_child_reads_zeros(enum rf_mode mode)
+{
+	char *memory = check_map(8);
+	struct rf_handle handle;
+
+	start(mode);
+	memset(memory, 7, 8 * check_page);
+	handle = take(memory + check_page, 3 * check_page, RF_WIPE);
+	CHECK(check_flags(memory + check_page) & CHECK_WF);
+	CHECK(!(check_flags(memory) & CHECK_WF));
+	CHECK(child_finds(memory) == 7 && child_finds(memory + 4 * check_page) == 7);
+	CHECK(child_finds(memory + check_page) == 0 && child_finds(memory + 3 * check_page) == 0);
+	CHECK(memory[check_page] == 7);
+	check_sound();
+	check_release(handle);
+	CHECK(child_finds(memory + check_page) == 7);
+	CHECK(!(check_flags(memory + check_page) & CHECK_WF));
+	check_empty();
+}
+
+static void a_child_reads_zeros_lazy(void)
+{
+	a_child_reads_zeros(RF_MODE_LAZY);
+}
+
+static void a_child_reads_zeros_eager(void)
+{
+	a_child_reads_zeros(RF_MODE_EAGER);
+}
+
+static void edges_are_copied(void)
+{
+	char *memory = check_map(4);
+	struct rf_handle handle;
+
+	start(RF_MODE_LAZY);
+	memset(memory, 7, 4 * check_page);
+	handle = take(memory + 100, 2 * check_page, RF_WIPE);
+	CHECK(child_finds(memory + 200) == 7 && child_finds(memory + check_page) == 0);
+	CHECK(child_finds(memory + 2 * check_page) == 7);
+	check_release(handle);
+	check_empty();
+}
+
+/* @memory is refused, from @start to @end, and nothing is left of the attempt. */
+static void check_refused(char *memory, size_t nbytes, char *first, char *last)
+{
+	struct rf_handle handle;
+	int rc = try_register(memory, nbytes, RF_WIPE, &handle);
+
+	CHECK(rc == -EINVAL && error.cause == RF_CAUSE_WIPE, "%d, cause %d", rc, error.cause);
+	CHECK(error.start == (uintptr_t)first && error.end == (uintptr_t)last,
+	      "[%lx, %lx) of %p", error.start, error.end, (void *)memory);
+	CHECK(!(check_flags(memory) & CHECK_WF));
+	check_empty();
+}
+
+static void only_private_anonymous_memory_is_wiped(void)
+{
+	char *memory = check_map(6), *shared = check_map_shared(2), *file;
+	int fd = open("/proc/self/exe", O_RDONLY);
+
+	start(RF_MODE_LAZY);
+	file = mmap(NULL, check_page, PROT_READ, MAP_PRIVATE, fd, 0);
+	CHECK(file != MAP_FAILED);
+	check_refused(file, check_page, file, file + check_page);
+	check_refused(shared, 2 * check_page, shared, shared + 2 * check_page);
+	/* In the middle of what could be wiped. */
+	CHECK(mmap(memory + 2 * check_page, check_page, PROT_READ, MAP_PRIVATE | MAP_FIXED, fd,
+		   0) != MAP_FAILED);
+	check_refused(memory, 6 * check_page, memory + 2 * check_page, memory + 3 * check_page);
+	close(fd);
+}
+
+static void huge_pages_are_not_wiped(void)
+{
+	char *huge = check_map_huge(2, MAP_PRIVATE);
+
+	start(RF_MODE_LAZY);
+	memset(huge, 7, 2 * CHECK_HUGE);
+	check_refused(huge, 2 * CHECK_HUGE, huge, huge + 2 * CHECK_HUGE);
+	check_refused(huge, check_page, huge, huge + check_page);
+}
+
+static void a_hole_is_not_wiped(void)
+{
+	char *memory = check_map(4);
+	struct rf_handle handle;
+
+	start(RF_MODE_EAGER);
+	check_unmap(memory + 2 * check_page, 1);
+	CHECK(try_register(memory, 4 * check_page, RF_WIPE, &handle) == -ENOMEM);
+	CHECK(error.cause == RF_CAUSE_HOLE && error.start == (uintptr_t)memory + 2 * check_page);
+	CHECK(!(check_flags(memory) & CHECK_WF));
+	check_empty();
+}
+
+static void a_child_reads_what_is_kept(void)
+{
+	char *memory = check_map(4), *shared = check_map_shared(1);
+	struct rf_handle handle, other;
+	struct rf_range_info info[4];
+	unsigned long calls;
+
+	start(RF_MODE_LAZY);
+	memset(memory, 7, 4 * check_page);
+	memset(shared, 8, check_page);
+	calls = rf_sys_calls();
+	handle = take(memory, 4 * check_page, RF_KEEP);
+	other = take(shared, check_page, RF_KEEP);
+	CHECK(rf_sys_calls() == calls);
+	CHECK(child_finds(memory) == 7 && child_finds(shared) == 8);
+	CHECK(rf_list(info, 4) == 2);
+	CHECK(info[0].policy == RF_KEEP && info[1].policy == RF_KEEP);
+	CHECK(info[shared < memory].protection == RF_BY_KERNEL);
+	CHECK(info[memory < shared].protection == RF_BY_SHARING);
+	check_release(handle);
+	check_release(other);
+	check_empty();
+}
+
+static void nothing_private_is_kept_where_copying_is_not_trusted(void)
+{
+	static struct rf_kernel kernel;
+	char *memory = check_map(4), *shared = check_map_shared(2);
+	struct rf_handle handle;
+
+	check_start(RF_MODE_EAGER);
+	kernel = *rf_engine.advisor.kernel;
+	kernel.copy_trusted = 0;
+	rf_engine.advisor.kernel = &kernel;
+	CHECK(try_register(memory, check_page, RF_KEEP, &handle) == -ENOTSUP);
+	CHECK(error.cause == RF_CAUSE_POLICY);
+	check_empty();
+	handle = take(shared + 10, check_page, RF_KEEP);
+	CHECK(check_child_reads(shared));
+	check_release(handle);
+	/* Half of it is private. */
+	CHECK(mmap(shared + check_page, check_page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED,
+		   -1, 0) != MAP_FAILED);
+	CHECK(try_register(shared, 2 * check_page, RF_KEEP, &handle) == -ENOTSUP);
+	check_unmap(shared + check_page, 1);
+	CHECK(try_register(shared, 2 * check_page, RF_KEEP, &handle) == -ENOTSUP);
+	check_empty();
+}
+
+static void omit_comes_before_wipe_before_keep(void)
+{
+	char *memory = check_map(3);
+	struct rf_handle omit, wipe, keep;
+	struct rf_range_info info[4];
+
+	start(RF_MODE_LAZY);
+	memset(memory, 7, 3 * check_page);
+	keep = take(memory, 3 * check_page, RF_KEEP);
+	wipe = take(memory, 2 * check_page, RF_WIPE);
+	omit = take(memory, check_page, RF_OMIT);
+	CHECK(child_finds(memory) == -1);
+	CHECK(child_finds(memory + check_page) == 0);
+	CHECK(child_finds(memory + 2 * check_page) == 7);
+	CHECK(rf_list(info, 4) == 3);
+	CHECK(info[0].policy == RF_OMIT && info[0].protection == RF_BY_ADVICE &&
+	      info[0].registrations == 3);
+	CHECK(info[1].policy == RF_WIPE && info[1].protection == RF_BY_ADVICE &&
+	      info[1].registrations == 2);
+	CHECK(info[2].policy == RF_KEEP && info[2].protection == RF_BY_KERNEL &&
+	      info[2].registrations == 1);
+	check_release(omit);
+	CHECK(child_finds(memory) == 0);
+	check_release(wipe);
+	CHECK(child_finds(memory) == 7 && child_finds(memory + check_page) == 7);
+	check_release(keep);
+	check_empty();
+}
+
+#define PAGES 24
+#define LIVE 20
+
+static struct {
+	size_t start, end;	/* bytes */
+	enum rf_policy policy;
+	struct rf_handle handle;
+} live[LIVE];
+
+static bool fills(size_t which, size_t page, enum rf_policy policy)
+{
+	return live[which].policy == policy && live[which].start <= page * check_page &&
+	       live[which].end >= (page + 1) * check_page;
+}
+
+/* After a fork every page is as the registrations there say, by the truth of smaps. */
+static void compare(const char *memory, size_t count)
+{
+	size_t page, i;
+
+	check_read_smaps();
+	for (page = 0; page < PAGES; page++) {
+		unsigned int flags = check_flags_read(memory + page * check_page), wanted = 0;
+
+		for (i = 0; i < count; i++) {
+			wanted |= fills(i, page, RF_OMIT) ? CHECK_DC : 0;
+			wanted |= fills(i, page, RF_WIPE) ? CHECK_WF : 0;
+		}
+		CHECK((flags & (CHECK_DC | CHECK_WF)) == wanted, "page %zu: %x, not %x", page,
+		      flags, wanted);
+	}
+}
+
+static void any_wishes_in_any_order(void)
+{
+	unsigned long op, ops = check_scale(3000);
+	char *memory = check_map(PAGES);
+	size_t count = 0, i;
+
+	start(check_random() & 1 ? RF_MODE_LAZY : RF_MODE_EAGER);
+	memset(memory, 7, PAGES * check_page);
+	for (op = 0; op < ops; op++) {
+		size_t choice = check_below(10);
+
+		if (choice < 5 && count < LIVE) {
+			live[count].start = check_below(PAGES * 2) * check_page / 2;
+			live[count].end = live[count].start + check_below(6 * check_page) + 1;
+			if (live[count].end > PAGES * check_page)
+				live[count].end = PAGES * check_page;
+			live[count].policy = (enum rf_policy)check_below(RF_POLICIES);
+			live[count].handle = take(memory + live[count].start,
+						  live[count].end - live[count].start,
+						  live[count].policy);
+			count++;
+		} else if (choice < 9 && count) {
+			i = check_below(count);
+			check_release(live[i].handle);
+			live[i] = live[--count];
+		} else {
+			check_fork();
+			compare(memory, count);
+			check_sound();
+		}
+	}
+	while (count)
+		check_release(live[--count].handle);
+	check_fork();
+	compare(memory, 0);
+	check_empty();
+}
+
+static void a_failure_changes_nothing(void)
+{
+	char *memory = check_map(8);
+	struct rf_handle held, handle;
+	unsigned long nth, faults = 0, seen;
+	size_t pages;
+	int rc;
+
+	start(RF_MODE_LAZY);
+	held = take(memory + 2 * check_page, check_page, RF_WIPE);
+	for (nth = 1; nth < 20; nth++) {
+		seen = rf_sys_faults();
+		rf_sys_fail(nth, ENOMEM);
+		rc = try_register(memory, 8 * check_page, RF_WIPE, &handle);
+		rf_sys_fail(0, 0);
+		if (rc == 1) {
+			check_release(handle);
+		} else {
+			CHECK(rc == -ENOMEM, "%d", rc);
+		}
+		faults += rf_sys_faults() - seen;
+		check_fork();
+		check_read_smaps();
+		for (pages = 0; pages < 8; pages++)
+			CHECK(!!(check_flags_read(memory + pages * check_page) & CHECK_WF) ==
+			      (pages == 2), "call %lu, page %zu", nth, pages);
+		check_sound();
+		if (rf_sys_faults() == seen)
+			break;
+	}
+	CHECK(faults);
+	check_release(held);
+	check_empty();
+}
+
+static void wiping_keeps_to_the_budget(void)
+{
+	char *memory = check_map(64);
+	struct rf_handle handles[32], one;
+	size_t i, count;
+
+	start(RF_MODE_EAGER);
+	rf_engine.advisor.vma_budget = rf_engine.wiper.vma_budget = 20;
+	for (i = 0; i < 4; i++)
+		handles[i] = take(memory + 2 * i * check_page, check_page, RF_OMIT);
+	for (count = 4; count < 32; count++)
+		if (try_register(memory + 2 * count * check_page, check_page, RF_WIPE,
+				 &handles[count]) < 0)
+			break;
+	CHECK(count == 10 && error.cause == RF_CAUSE_VMA_LIMIT);
+	/* What is omitted beyond it is left to the kernel. */
+	one = take(memory + 40 * check_page, check_page, RF_OMIT);
+	CHECK(!(check_flags(memory + 40 * check_page) & CHECK_DC));
+	check_release(one);
+	while (count--)
+		check_release(handles[count]);
+	check_empty();
+}
+
+/* More than a block of notes, in one order, from a child that the handlers never saw too. */
+static void children_unmark_any_number_of_them(void)
+{
+	const size_t count = 5000;
+	struct rf_handle *handles = malloc(count * sizeof(*handles));
+	char *memory = check_map(2 * count);
+	size_t i, round;
+	pid_t pid;
+
+	start(RF_MODE_LAZY);
+	for (round = 0; round < 2; round++) {
+		for (i = 0; i < count; i++)
+			handles[i] = take(memory + 2 * i * check_page, check_page, RF_WIPE);
+		pid = round ? (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL) : fork();
+		if (!pid) {
+			(void)rf_generation();
+			check_read_smaps();
+			for (i = 0; i < count; i++)
+				CHECK(!(check_flags_read(memory + 2 * i * check_page) & CHECK_WF));
+			handles[0] = take(memory, check_page, RF_WIPE);
+			CHECK(rf_engine.wiped.touched == 1);
+			check_release(handles[0]);
+			check_empty();
+			_exit(0);
+		}
+		CHECK(check_wait(pid) == 0);
+		for (i = 0; i < count; i++)
+			check_release(handles[i * 1999 % count]);
+		check_empty();
+	}
+	CHECK(rf_engine.wiped.touched == count);
+	free(handles);
+}
+
+static void a_child_starts_from_nothing(void)
+{
+	char *memory = check_map(2);
+	struct rf_handle handle;
+	pid_t pid;
+
+	start(RF_MODE_LAZY);
+	memset(memory, 7, check_page);
+	handle = take(memory, check_page, RF_WIPE);
+	pid = fork();
+	if (!pid) {
+		CHECK(rf_handle_state(handle) == -ECHILD);
+		check_empty();
+		/* What it makes of its zeros is its own, and its children's. */
+		CHECK(!(check_flags(memory) & CHECK_WF));
+		memory[0] = 8;
+		CHECK(child_finds(memory) == 8);
+		memory[0] = 9;
+		handle = take(memory, check_page, RF_WIPE);
+		CHECK(child_finds(memory) == 0);
+		check_release(handle);
+		CHECK(child_finds(memory) == 9);
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	CHECK(memory[0] == 7);
+	check_release(handle);
+	check_empty();
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+		SCENARIO(a_child_reads_zeros_lazy),
+		SCENARIO(a_child_reads_zeros_eager),
+		SCENARIO(edges_are_copied),
+		SCENARIO(only_private_anonymous_memory_is_wiped),
+		SCENARIO_HUGE(huge_pages_are_not_wiped),
+		SCENARIO(a_hole_is_not_wiped),
+		SCENARIO(a_child_reads_what_is_kept),
+		SCENARIO(nothing_private_is_kept_where_copying_is_not_trusted),
+		SCENARIO(omit_comes_before_wipe_before_keep),
+		SCENARIO_SLOW(any_wishes_in_any_order),
+		SCENARIO(a_failure_changes_nothing),
+		SCENARIO(wiping_keeps_to_the_budget),
+		SCENARIO(a_child_starts_from_nothing),
+		SCENARIO(children_unmark_any_number_of_them),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

@@ -37,6 +37,7 @@ cdef extern from "rdmafork.h" nogil:
         RF_CAUSE_UNTRUSTED
         RF_CAUSE_KERNEL
         RF_CAUSE_OTHER_ENGINE
+        RF_CAUSE_WIPE
 
     struct rf_error:
         rf_cause cause

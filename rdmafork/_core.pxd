@@ -11,6 +11,7 @@ cdef class Registration:
     cdef rf_handle slot
     cdef uintptr_t start
     cdef size_t length
+    cdef rf_policy policy
     cdef bint open
     cdef bint is_protected
 

@@ -51,6 +51,7 @@ cdef dict MODE_NAMES = {RF_MODE_LAZY: "lazy", RF_MODE_EAGER: "eager"}
 cdef tuple POLICY_NAMES = ("omit", "wipe", "keep")
 cdef tuple PROTECTION_NAMES = (None, "advice", "kernel", "pending", "shared")
 cdef tuple HOW_NAMES = ("version", "netlink")
+cdef tuple FATES = ("is absent", "was wiped", "is a copy")
 cdef str OMIT = "omit"
 
 cdef bint warned = False  # of registrations nothing protects
@@ -142,9 +143,9 @@ cdef class Registration:
 
     @property
     def on_fork(self):
-        """What a child gets of the memory: "omit", nothing."""
+        """What a child gets of the memory: "omit", "wipe" or "keep"."""
         check_usable(self)
-        return OMIT
+        return POLICY_NAMES[self.policy]
 
     @property
     def protected(self):
@@ -196,7 +197,7 @@ cdef int check_usable(Registration self) except -1:
     if self.slot.generation != rf_generation():
         raise InheritedError(
             f"registration of {self.length} bytes at 0x{self.start:x} belongs to the parent "
-            f"process: its memory is absent in this child; register afresh here")
+            f"process: in this child its memory {FATES[self.policy]}; register afresh here")
     return 0
 
 
@@ -217,6 +218,7 @@ cdef int unprotect(Registration self) except -1:
 cdef int protect(Registration self, unsigned int flags, rf_policy policy) except -1:
     cdef rf_error error
     cdef int rc
+    self.policy = policy
     rc = rf_register(
         <const void *>self.start, self.length, flags | RF_NOWAIT, policy, &self.slot, &error)
     if rc == -EAGAIN:
@@ -286,16 +288,22 @@ def register(buffer, *, on_fork="omit"):
     buffer: anything contiguous with the buffer protocol, read-only or writable,
     or a CPU tensor with ``__dlpack__``. An empty one is a registration of nothing.
 
-    on_fork: what a child gets of the memory; "omit", nothing.
+    on_fork: what a child gets of the pages the registration fills. "omit":
+    nothing, they are absent. "wipe": zeros; private anonymous memory only. "keep":
+    a copy, which the kernel makes, so fork() takes its time. Where registrations
+    overlap, omit comes before wipe before keep. Shared memory stays shared.
 
     Lazy mode makes no system call: the next fork() marks the pages. Eager mode
-    marks them before this returns. May be called from any thread, and between
-    fork handlers.
+    marks them before this returns, as "wipe" does in either. May be called from
+    any thread, and between fork handlers.
 
     TypeError: no memory of this process. BufferError: not contiguous. OSError:
-    the pages cannot be protected (eager); then nothing has changed.
+    the pages cannot be protected (eager); EINVAL "wipe" of a file's, shared or
+    huge pages; ENOTSUP "keep" of private memory where the kernel's copying cannot
+    be trusted. Then nothing has changed.
 
-    Source: madvise(2), MADV_DONTFORK; Linux mm/memory.c, copy_present_page().
+    Source: madvise(2), MADV_DONTFORK, MADV_WIPEONFORK; Linux mm/memory.c,
+    copy_present_page().
     """
     cdef rf_policy policy = RF_OMIT
     if on_fork is not OMIT:
@@ -467,7 +475,14 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
     if cause == RF_CAUSE_WRAP:
         return OverflowError(f"address 0x{start:x} + {length} bytes leaves the address space")
     if cause == RF_CAUSE_POLICY:
-        text = 'on_fork other than "omit" is not supported by this version'
+        text = (
+            f'{what}on_fork="keep" relies on a kernel whose copies of pinned pages at fork can be '
+            f'trusted (5.19 and later), and {kernel_info().release} is not; use "omit", or shared '
+            f'memory, which children keep everywhere')
+    elif cause == RF_CAUSE_WIPE:
+        text = (
+            f'{what}on_fork="wipe" is for private anonymous memory in base pages, which '
+            f'0x{error.start:x}-0x{error.end:x} is not; use "omit"')
     elif cause == RF_CAUSE_HOLE:
         text = f"{what}nothing is mapped at 0x{error.start:x}-0x{error.end:x}"
     elif cause == RF_CAUSE_VMA_LIMIT:

@@ -35,9 +35,9 @@ class ProtectedRange(NamedTuple):
     start: int
     end: int
     registrations: int  #: how many touch them
-    on_fork: str  #: "omit"
+    on_fork: str  #: "omit", "wipe" or "keep": the first of these that anybody wants
     protected_by: str | None
-    """ "advice": absent from children (``dc`` in VmFlags of /proc/self/smaps).
+    """ "advice": absent from children, or zeros (``dc``, ``wf`` in VmFlags of /proc/self/smaps).
     "kernel": the kernel copies them at fork. "pending": the next fork() decides.
     "shared": shared memory, which fork() never moves. None before fork_init()."""
 

@@ -22,6 +22,7 @@
 
 #include "advise.h"
 #include "descriptors.h"
+#include "guards.h"
 #include "lock.h"
 #include "registry.h"
 #include "wiped.h"
@@ -44,6 +45,7 @@ struct rf_engine {
 	struct rf_advisor advisor, wiper;	/* of RF_OMIT, of RF_WIPE */
 	struct rf_descriptors descriptors;
 	struct rf_wiped wiped;
+	struct rf_guards guards;
 };
 
 /* Between rf_enter() and rf_leave(), but for what is said to be atomic. */

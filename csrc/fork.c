@@ -27,6 +27,7 @@ static void prepare(void)
 	engine->forks++;
 	rf_advise_fold(&engine->advisor, &engine->registry);
 	rf_advise_retry(&engine->wiper);
+	rf_guards_plan(&engine->guards, &engine->advisor.ranges);
 	rf_leave();
 }
 
@@ -46,6 +47,8 @@ static uint64_t unwiped;
 static void child(void)
 {
 	unwiped = 0;
+	/* Before anything here maps memory. */
+	rf_guards_raise(&rf_engine.guards);
 	(void)rf_notice_child();
 	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */
 	rf_descriptors_replace(&rf_engine.descriptors);

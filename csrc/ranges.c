@@ -327,6 +327,7 @@ void rf_ranges_set_mark(struct rf_ranges *ranges, uintptr_t start, uintptr_t end
 	struct rf_range *range = rf_ranges_at(ranges, cursor);
 	bool outside = false, before;
 
+	ranges->marks++;
 	if (range && range->start < start) {
 		outside = range->mark && range->end == start;
 		range = rf_ranges_next(ranges, &cursor);

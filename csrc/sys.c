@@ -124,6 +124,27 @@ int rf_sys_unmap(void *start, size_t nbytes)
 	return rc;
 }
 
+#ifndef MAP_FIXED_NOREPLACE /* Linux 4.17; older kernels take it for a hint */
+#define MAP_FIXED_NOREPLACE 0x100000
+#endif
+
+int rf_sys_reserve(uintptr_t start, size_t nbytes)
+{
+	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+	void *memory;
+	intptr_t rc;
+
+	RETURN_IF_INJECTED();
+	memory = NULL;
+	KERNEL(rc, (intptr_t)(memory = mmap((void *)start, nbytes, PROT_NONE, flags, -1, 0)));
+	if (memory == MAP_FAILED)
+		return (int)rc;
+	if ((uintptr_t)memory == start)
+		return 0;
+	munmap(memory, nbytes);
+	return -EEXIST;
+}
+
 int rf_sys_open(const char *path, int access)
 {
 	int rc;

@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "guards.h"
+
+/* In bytes, of the holes that are taken in each round; the next takes the shorter ones. */
+static const size_t shortest[] = { 1u << 24, 1u << 20, 1u << 16, 0 };
+
+#define ROUNDS (sizeof(shortest) / sizeof(*shortest))
+
+static void take(struct rf_guard_plan *plan, uintptr_t start, uintptr_t end, size_t round)
+{
+	size_t nbytes = end - start;
+
+	if (plan->count == RF_GUARDS || nbytes < shortest[round] ||
+	    (round && nbytes >= shortest[round - 1]))
+		return;
+	plan->holes[plan->count].start = start;
+	plan->holes[plan->count++].end = end;
+}
+
+static void take_round(struct rf_guard_plan *plan, const struct rf_ranges *ranges, size_t round)
+{
+	struct rf_cursor cursor = { 0, 0 };
+	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+	uintptr_t start = 0, end = 0;
+
+	for (; range; range = rf_ranges_next(ranges, &cursor)) {
+		if (!range->mark)
+			continue;
+		if (range->start != end) {
+			if (start < end)
+				take(plan, start, end, round);
+			start = range->start;
+		}
+		end = range->end;
+	}
+	if (start < end)
+		take(plan, start, end, round);
+}
+
+void rf_guards_plan(struct rf_guards *guards, const struct rf_ranges *ranges)
+{
+	struct rf_guard_plan *plan = &guards->plans[!guards->shown];
+	size_t round;
+
+	if (guards->marks == ranges->marks)
+		return;
+	plan->count = 0;
+	for (round = 0; round < ROUNDS && plan->count < RF_GUARDS; round++)
+		take_round(plan, ranges, round);
+	__atomic_store_n(&guards->shown, !guards->shown, __ATOMIC_RELEASE);
+	guards->marks = ranges->marks;
+}
+
+void rf_guards_raise(const struct rf_guards *guards)
+{
+	const struct rf_guard_plan *plan = &guards->plans[guards->shown];
+	uint32_t i;
+
+	for (i = 0; i < plan->count; i++)
+		(void)rf_sys_reserve(plan->holes[i].start,
+				     plan->holes[i].end - plan->holes[i].start);
+}
+
+void rf_guards_clear(struct rf_guards *guards)
+{
+	guards->plans[0].count = 0;
+	guards->plans[1].count = 0;
+	guards->marks = UINT64_MAX;
+}

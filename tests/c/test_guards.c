@@ -1,0 +1,231 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* What lies in a child where registered pages are absent: nothing it could hit. */
+#define _GNU_SOURCE
+#include "check.h"
+#include "engine.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+
+static enum rf_mode best_mode(void)
+{
+	struct rf_kernel kernel;
+
+	rf_kernel_info(&kernel);
+	return kernel.copy_trusted ? RF_MODE_LAZY : RF_MODE_EAGER;
+}
+
+/* True where a page is mapped that can be neither read nor written. */
+static bool is_guarded(const char *address)
+{
+	unsigned char present;
+	int ends[2];
+	bool readable;
+
+	if (mincore((void *)address, check_page, &present) < 0)
+		return false;
+	CHECK(pipe(ends) == 0);
+	readable = write(ends[1], address, 1) == 1;
+	close(ends[0]);
+	close(ends[1]);
+	return !readable;
+}
+
+/* Nothing the child can map lands there. */
+static void fill_up(const char *start, const char *end)
+{
+	const struct rlimit room = { 1ul << 40, 1ul << 40 };
+	size_t i;
+
+	CHECK(setrlimit(RLIMIT_AS, &room) == 0);
+	for (i = 0; i < 3000; i++) {
+		char *memory = mmap(NULL, check_page * (1 + i % 3), PROT_READ | PROT_WRITE,
+				    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+		CHECK(memory != MAP_FAILED);
+		CHECK(memory >= end || memory + 3 * check_page <= start, "%p", (void *)memory);
+	}
+}
+
+static void a_hole_is_a_guard(void)
+{
+	char *memory = check_map(64);
+	struct rf_handle handle;
+	pid_t pid;
+
+	check_start(best_mode());
+	handle = check_register(memory + 8 * check_page, 16 * check_page, RF_HELD);
+	pid = fork();
+	if (!pid) {
+		size_t page;
+
+		for (page = 0; page < 64; page++)
+			CHECK(is_guarded(memory + page * check_page) == (page >= 8 && page < 24),
+			      "page %zu", page);
+		fill_up(memory + 8 * check_page, memory + 24 * check_page);
+		memory[9 * check_page] = 1;
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == -SIGSEGV);
+	check_release(handle);
+	pid = fork();
+	if (!pid)
+		_exit(memory[9 * check_page]);
+	CHECK(check_wait(pid) == 0);
+	check_empty();
+}
+
+static void what_is_mapped_there_stays(void)
+{
+	static char *memory;
+	struct rf_handle handle;
+	pid_t pid;
+
+	memory = check_map(8);
+	check_start(best_mode());
+	handle = check_register(memory, 8 * check_page, 0);
+	check_fork();
+	/* Unheld, and another's by now: its mark went with it, and the plan is old news. */
+	CHECK(mmap(memory + 2 * check_page, check_page, PROT_READ | PROT_WRITE,
+		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+	memory[2 * check_page] = 5;
+	pid = fork();
+	if (!pid)
+		_exit(memory[2 * check_page]);
+	CHECK(check_wait(pid) == 5);
+	check_release(handle);
+}
+
+static void the_longest_come_first(void)
+{
+	const size_t small = 2000, large = 600;
+	char *memory = check_map(2 * small + 32 * large), *big = memory + 2 * small * check_page;
+	struct rf_handle *handles = malloc((small + large) * sizeof(*handles));
+	size_t i, guarded = 0;
+	pid_t pid;
+
+	check_start(best_mode());
+	for (i = 0; i < small; i++)
+		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
+	for (i = 0; i < large; i++)
+		handles[small + i] = check_register(big + 32 * i * check_page, 31 * check_page,
+						    RF_HELD);
+	pid = fork();
+	if (!pid) {
+		for (i = 0; i < large; i++)
+			CHECK(is_guarded(big + 32 * i * check_page), "large %zu", i);
+		for (i = 0; i < small; i++)
+			guarded += is_guarded(memory + 2 * i * check_page);
+		CHECK(guarded == RF_GUARDS - large, "%zu", guarded);
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	for (i = 0; i < small + large; i++)
+		check_release(handles[i]);
+	free(handles);
+	check_empty();
+}
+
+static void a_child_plans_for_its_own(void)
+{
+	char *memory = check_map(8);
+	pid_t pid, inner;
+
+	check_start(best_mode());
+	(void)check_register(memory, check_page, RF_HELD);
+	pid = fork();
+	if (!pid) {
+		(void)check_register(memory + 4 * check_page, check_page, RF_HELD);
+		inner = fork();
+		if (!inner)
+			_exit(is_guarded(memory + 4 * check_page) && is_guarded(memory) ? 0 : 1);
+		_exit(check_wait(inner));
+	}
+	CHECK(check_wait(pid) == 0);
+	/* As does one that no handler saw. */
+	pid = (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL);
+	if (!pid) {
+		(void)rf_generation();
+		inner = fork();
+		if (!inner)
+			_exit(is_guarded(memory) ? 1 : 0);
+		_exit(check_wait(inner));
+	}
+	CHECK(check_wait(pid) == 0);
+}
+
+static void a_guard_that_cannot_be_had_is_no_failure(void)
+{
+	char *memory = check_map(8);
+	struct rf_handle handle;
+
+	check_start(best_mode());
+	handle = check_register(memory, 8 * check_page, RF_HELD);
+	check_fork();
+	rf_sys_fail(1, ENOMEM);
+	/* Nothing is new, so the child's reserving is the next call. */
+	CHECK(!check_child_reads(memory));
+	rf_sys_fail(0, 0);
+	check_release(handle);
+	check_empty();
+}
+
+static char *area;
+static bool over;
+
+static void *register_and_release(void *at)
+{
+	while (!__atomic_load_n(&over, __ATOMIC_SEQ_CST))
+		check_release(check_register((char *)at, 3 * check_page, RF_HELD));
+	return NULL;
+}
+
+/* A child never loses what is mapped, whatever the others were doing. */
+static void plans_change_while_others_fork(void)
+{
+	unsigned long round, rounds = check_scale(600);
+	struct rf_handle handle;
+	pthread_t threads[3];
+	size_t i;
+
+	area = check_map(64);
+	memset(area, 1, 64 * check_page);
+	check_start(best_mode());
+	handle = check_register(area + 32 * check_page, 2 * check_page, RF_HELD);
+	check_fork();
+	for (i = 0; i < COUNT_OF(threads); i++)
+		CHECK(!pthread_create(&threads[i], NULL, register_and_release,
+				      area + 8 * i * check_page));
+	for (round = 0; round < rounds; round++) {
+		pid_t pid = fork();
+
+		if (!pid) {
+			CHECK(is_guarded(area + 32 * check_page));
+			CHECK(is_guarded(area + 33 * check_page));
+			for (i = 35; i < 64; i++)
+				CHECK(area[i * check_page] == 1);
+			_exit(0);
+		}
+		CHECK(check_wait(pid) == 0);
+	}
+	__atomic_store_n(&over, true, __ATOMIC_SEQ_CST);
+	for (i = 0; i < COUNT_OF(threads); i++)
+		pthread_join(threads[i], NULL);
+	check_release(handle);
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+		SCENARIO(a_hole_is_a_guard),
+		SCENARIO(what_is_mapped_there_stays),
+		SCENARIO(the_longest_come_first),
+		SCENARIO(a_child_plans_for_its_own),
+		SCENARIO(a_guard_that_cannot_be_had_is_no_failure),
+		SCENARIO_SLOW(plans_change_while_others_fork),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

@@ -22,6 +22,7 @@ from rdmafork cimport *
 import os
 import resource
 import warnings
+from mmap import mmap
 from operator import index
 
 from rdmafork._results import (
@@ -177,12 +178,31 @@ cdef int abandon(Registration self) except -1:
     self.open = False
     forget_view(&self.view)
     Py_INCREF(self.owner)
+    self.owner = None
     return 0
+
+
+cdef bint is_absent(Registration self):
+    """May the allocator hand out pages again that this child does not have?
+
+    What is freed here goes back to malloc(), unless it is unmapped, as an mmap is.
+    """
+    if not self.is_protected or self.policy != RF_OMIT:
+        return False
+    held = <object>self.view.obj if <PyObject *>self.view.obj != NULL else self.owner
+    while held is not None and not isinstance(held, mmap):
+        if isinstance(held, memoryview):
+            held = held.obj
+        else:
+            held = getattr(held, "base", None)
+    return held is None
 
 
 cdef int let_go(Registration self) except -1:
     # Forgotten before it is released: the exporter's code may let other threads in.
     cdef Py_buffer view = self.view
+    if self.slot.generation != rf_generation() and is_absent(self):
+        return abandon(self)
     self.open = False
     forget_view(&self.view)
     self.owner = None

@@ -407,9 +407,14 @@ def marked(start, nbytes):
 
 
 def is_mapped(address):
+    """Is there memory? What a fork left out is not, though its address is reserved."""
     with open("/proc/self/maps") as file:
-        spans = (line.split(" ", 1)[0].split("-") for line in file)
-        return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+        for line in file:
+            span, permissions = line.split(" ", 2)[:2]
+            start, end = (int(bound, 16) for bound in span.split("-"))
+            if start <= address < end:
+                return permissions != "---p"
+    return False
 
 
 # ---- huge pages -------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import concurrent.futures
 import ctypes
 import gc
+import mmap
 import multiprocessing
 import os
 import re
@@ -208,23 +209,46 @@ def test_a_child_does_not_undo_the_parent_s_protection(mode):
     assert child(lambda: memory[0]) == ord("p")
 
 
+@pytest.mark.parametrize("delete", [True, False])
+@both_modes
 @fresh
-def test_a_buffer_let_go_by_the_child_can_be_resized_there():
-    """Closing an inherited registration lets go of its buffer, edges being the child's."""
-    rdmafork.fork_init()
-    memory = bytearray(100)
-    registration = rdmafork.register(memory)
+def test_memory_let_go_by_the_child_is_not_handed_out_again(mode, delete):
+    """The allocator would give its absent pages to whoever asks next."""
+    rdmafork.fork_init(mode)
+    if not rdmafork.kernel_info().copy_on_fork_trusted:
+        pytest.skip("whole pages leave, and the heap's own with them")
+    buffers = [bytearray(60_000) for _ in range(50)]
+    registrations = [rdmafork.register(buffer) for buffer in buffers]
+    pid = os.fork()
+    if not pid:
+        if delete:
+            while registrations:
+                registrations.pop().close()
+                buffers.pop()
+            gc.collect()
+        hoard = [bytearray(b"x" * 59_000) for _ in range(200)]
+        sys.exit(len(hoard) != 200)
+    assert os.waitpid(pid, 0)[1] == 0
+    registrations.pop().close()
+    buffers[-1].extend(b"x")
 
-    def resize():
-        with pytest.raises(BufferError):
-            memory.extend(b"x")
-        registration.close()
-        memory.extend(b"x")
-        return len(memory)
 
-    assert child(resize) == 101
-    with pytest.raises(BufferError):
-        memory.extend(b"x")
+@both_modes
+@fresh
+def test_a_map_let_go_by_the_child_can_be_closed_there(mode):
+    """As SharedMemory.close() does in a worker."""
+    rdmafork.fork_init(mode)
+    for memory in (mmap.mmap(-1, 8 * PAGE), private_map(8 * PAGE)[0]):
+        view = memoryview(memory)
+        registration = rdmafork.register(view)
+
+        def let_go(registration=registration, view=view, memory=memory):
+            registration.close()
+            view.release()
+            memory.close()
+            return memory.closed
+
+        assert child(let_go) is True
 
 
 # ---- what a child can do ----------------------------------------------------------------

@@ -10,6 +10,7 @@ if sys.platform != "linux":
         f"madvise(MADV_DONTFORK), which {sys.platform} does not have"
     )
 
+from rdmafork._buffer import Buffer
 from rdmafork._core import (
     Registration,
     fork_init,
@@ -53,6 +54,7 @@ __all__ = [
     "register",
     "register_address",
     "Registration",
+    "Buffer",
     "InheritedError",
     "UnprotectedWarning",
     "protected_ranges",

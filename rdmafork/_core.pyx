@@ -213,11 +213,11 @@ cdef int let_go(Registration self) except -1:
 
 cdef int check_usable(Registration self) except -1:
     if not self.open:
-        raise ValueError("the registration is closed")
+        raise ValueError(f"the {type(self).__name__} is closed")
     if self.slot.generation != rf_generation():
         raise InheritedError(
-            f"registration of {self.length} bytes at 0x{self.start:x} belongs to the parent "
-            f"process: in this child its memory {FATES[self.policy]}; register afresh here")
+            f"the {type(self).__name__} of {self.length} bytes at 0x{self.start:x} belongs to the "
+            f"parent process: in this child its memory {FATES[self.policy]}; register afresh here")
     return 0
 
 

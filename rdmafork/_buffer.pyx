@@ -1,0 +1,360 @@
+# cython: language_level=3
+"""Memory of its own, made for registration.
+
+One reservation of address space: a guard, the pages, a guard.
+
+    base        start                    start + whole pages     base + span
+     | PROT_NONE |  nbytes ......... tail |  PROT_NONE            |
+
+Guards are a page, and what alignment left over, which costs nothing but address
+space. So nothing else shares the mapping in the middle, and marking it for fork()
+splits none: three VMAs, of which neighbouring Buffers share the guards' (one more
+Buffer beside another: two).
+"""
+
+cimport cython
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES
+from libc.errno cimport EAGAIN, EEXIST, ENOMEM, errno
+from libc.stdint cimport uintptr_t
+from posix.unistd cimport _SC_PAGESIZE, sysconf
+
+from rdmafork cimport *
+from rdmafork._core cimport Registration, check_usable, policy_of, protect
+
+import os
+import resource
+from operator import index
+
+from rdmafork._core import kernel_info
+
+cdef extern from "errno.h":
+    enum: EDEADLK
+
+cdef extern from "<sys/mman.h>" nogil:
+    """
+    #ifndef MAP_FIXED_NOREPLACE /* Linux 4.17, glibc 2.27 */
+    #define MAP_FIXED_NOREPLACE 0x100000
+    #endif
+    #define HUGE_SHIFT 26 /* MAP_HUGE_SHIFT, which not every libc has */
+    """
+    enum:
+        HUGE_SHIFT
+        MADV_HUGEPAGE
+        MADV_NOHUGEPAGE
+        MAP_ANONYMOUS
+        MAP_FIXED_NOREPLACE
+        MAP_HUGETLB
+        MAP_PRIVATE
+        PROT_NONE
+        PROT_READ
+        PROT_WRITE
+    void *MAP_FAILED
+    void *mmap(void *, size_t, int, int, int, long)
+    int munmap(void *, size_t)
+    int mprotect(void *, size_t, int)
+    int madvise(void *, size_t, int)
+
+cdef extern from *:
+    size_t SSIZE_MAX "PY_SSIZE_T_MAX"
+    int ctz "__builtin_ctzll"(unsigned long long) nogil
+
+cdef size_t PAGE = sysconf(_SC_PAGESIZE)
+cdef size_t LARGE = 2 << 20  # a transparent huge page
+cdef int ATTEMPTS = 100
+cdef char *BYTES = b"B"  # as struct has it
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class Buffer(Registration):
+    """Private memory of its own, registered for life. Zeroed; a context manager.
+
+    nbytes: the length of its views; the pages behind them are whole, and nobody
+    else's. Guard pages before and after fault when touched.
+
+    page_size: None, base pages, and from 2 MiB on aligned and advised to become
+    transparent huge pages (a tenth of the page faults and less, where the kernel
+    has them); the base page size, base pages only; one of
+    kernel_info().huge_page_sizes, huge pages of the kernel's pool.
+
+    on_fork: what a child gets of the memory, as register() takes it.
+
+    It has the buffer protocol, writable: memoryview(buffer), numpy.frombuffer(),
+    torch.frombuffer(), socket.recv_into(). Registering any part of it, at a device
+    or with register(), takes no system call for fork()'s sake and no VMA. It counts
+    as a registration made where it is made: before fork_init() it is not protected,
+    and warns once.
+
+    Any thread may use and close it. Collected without close(), the memory goes
+    when the last view has gone. In a forked child new views raise InheritedError,
+    views the child inherited fault (or read zeros, or a copy), and closing or collecting it does nothing; a
+    child may make its own.
+
+    ValueError: nbytes below 1; a page size the kernel does not have. OverflowError:
+    more than an address space. OSError ENOMEM: not enough memory, or huge pages;
+    and as register(). After any failure nothing is mapped or registered.
+
+    Source: mmap(2), MAP_HUGETLB; madvise(2), MADV_HUGEPAGE.
+    """
+    cdef uintptr_t base     # of the reservation
+    cdef size_t span        # 0: nothing is mapped
+    cdef size_t page
+    cdef Py_ssize_t exports
+
+    def __cinit__(self, nbytes, *, page_size=None, on_fork="omit"):
+        cdef rf_policy policy = policy_of(on_fork)
+        cdef size_t size, alignment
+        cdef int error, advice = 0
+        self.page = page_size_of(page_size)
+        nbytes = length_of(nbytes, self.page)
+        size = (<size_t>nbytes + self.page - 1) & -self.page
+        alignment = self.page
+        if self.page == PAGE and size >= LARGE:
+            advice = MADV_NOHUGEPAGE
+            if page_size is None:
+                advice = MADV_HUGEPAGE
+                alignment = LARGE
+        # What is mapped from here on is this process's to unmap.
+        self.slot.generation = rf_generation()
+        with nogil:
+            if self.page == PAGE:
+                error = map_pages(self, size, alignment, advice)
+            else:
+                error = map_huge_pages(self, size)
+        if error:
+            raise refusal(error, nbytes, size, self.page)
+        self.length = size
+        protect(self, RF_HELD, policy)
+        self.length = nbytes
+
+    def __init__(self, nbytes, *, page_size=None, on_fork="omit"):
+        """Made in __cinit__, which runs once."""
+
+    def __dealloc__(self):
+        if self.span and self.slot.generation == rf_generation():
+            self.open = give_back(self) == -EDEADLK
+
+    def __reduce__(self):
+        raise TypeError(
+            "a Buffer cannot be pickled or copied: it is memory of this process; pickle "
+            "bytes(buffer), or share memory (multiprocessing.shared_memory) and register that")
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        with cython.critical_section(self):
+            check_usable(self)
+            self.exports += 1
+        view.obj = self
+        view.buf = <void *>self.start
+        view.len = <Py_ssize_t>self.length
+        view.itemsize = 1
+        view.readonly = 0
+        view.ndim = 1
+        view.format = BYTES if flags & PyBUF_FORMAT else NULL
+        view.shape = &view.len if flags & PyBUF_ND else NULL
+        view.strides = &view.itemsize if flags & PyBUF_STRIDES == PyBUF_STRIDES else NULL
+        view.suboffsets = NULL
+        view.internal = NULL
+
+    def __releasebuffer__(self, Py_buffer *view):
+        with cython.critical_section(self):
+            self.exports -= 1
+
+    def __len__(self):
+        check_usable(self)
+        return <Py_ssize_t>self.length
+
+    def close(self):
+        """Give the registration back, then the memory. A second call does nothing.
+
+        BufferError: views of it are exported (memoryviews, arrays, registrations
+        made of it); then nothing has changed.
+        """
+        cdef int rc
+        with cython.critical_section(self):
+            if not self.open:
+                return
+            if self.slot.generation != rf_generation():
+                self.open = False
+                return
+            if self.exports:
+                raise BufferError(
+                    f"cannot close {self!r} while views of it are exported ({self.exports} are); "
+                    f"delete or close the arrays, memoryviews and registrations made of it")
+            # No new views from here on.
+            self.open = False
+        rc = give_back(self)
+        if rc == -EDEADLK:
+            self.open = True
+            raise OSError(
+                EDEADLK, "called by a signal handler that interrupted rdmafork itself")
+        if rc:
+            raise OSError(-rc, f"{self!r} stays mapped: {os.strerror(-rc)}; is it sealed?")
+
+    @property
+    def obj(self):
+        """Itself: nobody else holds the memory."""
+        check_usable(self)
+        return self
+
+    @property
+    def page_size(self):
+        """The size of the pages it was mapped with; transparent huge pages do not count."""
+        check_usable(self)
+        return self.page
+
+    def __repr__(self):
+        state = (
+            "closed" if not self.open
+            else "inherited" if self.inherited
+            else "protected" if self.is_protected
+            else "not protected"
+        )
+        return (
+            f"<rdmafork.Buffer 0x{self.start:x}, {self.length} bytes in pages of "
+            f"{readable(self.page)}, {state}>")
+
+
+cdef int give_back(Buffer self) noexcept:
+    """The registration, then the memory. -EDEADLK: neither; -errno of munmap()."""
+    cdef int rc
+    with nogil:
+        # Not registered, where making it has failed: -ESTALE.
+        rc = rf_release(self.slot, 0)
+        if rc != -EDEADLK:
+            rc = -errno if munmap(<void *>self.base, self.span) else 0
+            self.span = 0
+    return rc
+
+
+# ---- Mapping: 0 or the errno; __dealloc__ unmaps what is reserved then --------------------
+
+cdef int reserve(Buffer self, size_t size, size_t alignment) noexcept nogil:
+    cdef size_t span = size + alignment + PAGE
+    cdef void *base = mmap(NULL, span, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+    if base == MAP_FAILED:
+        return errno
+    self.base = <uintptr_t>base
+    self.span = span
+    self.start = (self.base + PAGE + alignment - 1) & -alignment
+    return 0
+
+
+cdef int map_pages(Buffer self, size_t size, size_t alignment, int advice) noexcept nogil:
+    cdef int error = reserve(self, size, alignment)
+    if error:
+        return error
+    if mprotect(<void *>self.start, size, PROT_READ | PROT_WRITE):
+        return errno
+    # Refused by kernels without transparent huge pages: then base pages it is.
+    if advice:
+        madvise(<void *>self.start, size, advice)
+    return 0
+
+
+cdef int map_huge_pages(Buffer self, size_t size) noexcept nogil:
+    """Into a hole made for them in the reservation, by which nobody else's is replaced.
+
+    Mapped over it, a refusal may leave it as it was or leave a hole, and into that
+    another thread maps: who would know then what to unmap?
+    """
+    cdef int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | MAP_FIXED_NOREPLACE
+    cdef uintptr_t end
+    cdef void *mapped
+    cdef int error
+    flags |= ctz(self.page) << HUGE_SHIFT
+    for _ in range(ATTEMPTS):
+        error = reserve(self, size, self.page)
+        if error:
+            return error
+        if munmap(<void *>self.start, size):
+            return errno
+        mapped = mmap(<void *>self.start, size, PROT_READ | PROT_WRITE, flags, -1, 0)
+        if mapped == <void *>self.start:
+            return 0
+        error = errno if mapped == MAP_FAILED else EEXIST
+        if mapped != MAP_FAILED:  # Before Linux 4.17 the address is a hint.
+            munmap(mapped, size)
+        end = self.start + size
+        munmap(<void *>self.base, self.start - self.base)
+        munmap(<void *>end, self.base + self.span - end)
+        self.span = 0
+        if error != EEXIST:
+            return error
+    return EAGAIN
+
+
+# ---- Arguments, and what to say of them --------------------------------------------------
+
+cdef size_t page_size_of(object page_size) except 0:
+    if page_size is None:
+        return PAGE
+    cdef rf_kernel kernel
+    page_size = index(page_size)
+    with nogil:
+        rf_kernel_info(&kernel)
+    sizes = [1 << shift for shift in kernel.huge_shifts[:8] if shift]
+    if page_size != PAGE and page_size not in sizes:
+        raise ValueError(
+            f"this kernel has no pages of {page_size} bytes; page_size is None or one of "
+            f"{', '.join(map(str, [PAGE, *sizes]))}")
+    return page_size
+
+
+cdef Py_ssize_t length_of(object nbytes, size_t page) except 0:
+    nbytes = index(nbytes)
+    if nbytes <= 0:
+        raise ValueError(f"a Buffer has at least one byte, not {nbytes}")
+    # Rounding up, and what comes around it, must not wrap either.
+    if nbytes > SSIZE_MAX - 4 * (page + LARGE):
+        raise OverflowError(f"a Buffer of {nbytes} bytes is larger than the address space")
+    return nbytes
+
+
+cdef str readable(size_t nbytes):
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if not nbytes & ((<size_t>1 << shift) - 1):
+            return f"{nbytes >> shift} {unit}"
+    return f"{nbytes} bytes"
+
+
+cdef object refusal(int error, object nbytes, size_t size, size_t page):
+    """The OSError for what could not be mapped: how much, the likely cause, the cure."""
+    what = f"cannot make a Buffer of {nbytes} bytes"
+    if page != PAGE:
+        what += f" in pages of {readable(page)}"
+    if error != ENOMEM:
+        return OSError(error, f"{what}: {os.strerror(error)}")
+    cause = None if page == PAGE else pool_cause(size, page)
+    return OSError(error, f"{what}: {os.strerror(error)}; {cause or memory_cause()}")
+
+
+def pool_cause(size, page):
+    """What the pool lacks for it, or None."""
+    folder = f"/sys/kernel/mm/hugepages/hugepages-{page >> 10}kB"
+    try:
+        free = number(f"{folder}/free_hugepages") - number(f"{folder}/resv_hugepages")
+        total = number(f"{folder}/nr_hugepages")
+        with open("/proc/meminfo") as file:
+            default = f"Hugepagesize: {page >> 10} kB" in [" ".join(s.split()) for s in file]
+    except (OSError, ValueError):
+        return None
+    needed = size // page
+    if free >= needed:
+        return None
+    knob = "/proc/sys/vm/nr_hugepages" if default else f"{folder}/nr_hugepages"
+    return f"{needed} needed, {free} free of the {total} in the pool; raise {knob}"
+
+
+def memory_cause():
+    for name in ("RLIMIT_AS", "RLIMIT_DATA"):
+        limit = resource.getrlimit(getattr(resource, name))[0]
+        if limit != resource.RLIM_INFINITY:
+            return f"{name} allows this process {limit} bytes"
+    return (
+        f"more than the kernel grants one process (vm.overcommit_memory), or it has "
+        f"vm.max_map_count ({kernel_info().max_map_count}) mappings already")
+
+
+def number(path):
+    with open(path) as file:
+        return int(file.read())

@@ -1,0 +1,733 @@
+"""Buffer: memory of its own, registered for life, under whatever takes a buffer."""
+
+import copy
+import ctypes
+import errno
+import gc
+import itertools
+import pickle
+import re
+import resource
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import test_cost
+from conftest import (
+    HUGE,
+    PAGE,
+    Died,
+    address_of,
+    child,
+    fork_once,
+    free_huge_pages,
+    fresh,
+    is_mapped,
+    libc,
+    map_at,
+    marked,
+    read,
+    run,
+    smaps,
+    unmap,
+    vm_flags,
+    write,
+)
+
+import rdmafork
+from rdmafork import Buffer, UnprotectedWarning
+
+np = pytest.importorskip("numpy")
+
+both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
+traced = test_cost.traced
+
+
+def mapping_at(address):
+    return next((m for m in smaps() if m.start <= address < m.end), None)
+
+
+def names(section):
+    return [call.partition("(")[0] for call in section]
+
+
+def huge_part(address):
+    """How many bytes of the mapping at address are transparent huge pages."""
+    text = Path("/proc/self/smaps").read_text().partition(f"{address:x}-")[2]
+    return int(re.search(r"AnonHugePages: +(\d+) kB", text)[1]) << 10
+
+
+# ---- what is mapped -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, 5000, HUGE - 1, HUGE, HUGE + 1])
+@fresh
+def test_whole_zeroed_pages_of_its_own_between_guards(nbytes):
+    rdmafork.fork_init()
+    with Buffer(nbytes) as buffer:
+        end = buffer.address + (nbytes + PAGE - 1) // PAGE * PAGE
+        body = mapping_at(buffer.address)
+        assert (body.start, body.end, body.permissions) == (buffer.address, end, "rw-p")
+        for guard in (buffer.address - 1, end):
+            assert mapping_at(guard).permissions == "---p"
+        assert len(memoryview(buffer)) == nbytes
+        assert read(buffer.address, end - buffer.address) == bytes(end - buffer.address)
+        # The tail of the last page is nobody else's.
+        write(end - 1, b"t")
+        address = buffer.address
+    assert not any(map(is_mapped, (address, address - 1, end)))
+
+
+def touch(offset):
+    buffer = rdmafork.Buffer(5000)
+    write(buffer.address + offset, b"x")
+
+
+@pytest.mark.parametrize("offset, dies", [(-1, True), (2 * PAGE, True), (0, False), (8191, False)])
+def test_a_touched_guard_faults(offset, dies):
+    if not dies:
+        run(touch, offset, env={"RDMAV_FORK_SAFE": "1"})
+        return
+    with pytest.raises(Died) as caught:
+        run(touch, offset, env={"RDMAV_FORK_SAFE": "1"})
+    assert caught.value.returncode == -signal.SIGSEGV
+
+
+@both_modes
+@pytest.mark.parametrize("nbytes", [PAGE, HUGE])
+@fresh
+def test_three_mappings_and_two_for_every_further_one(mode, nbytes):
+    """Also when they are marked: registered and forked, not one more."""
+    rdmafork.fork_init(mode)
+
+    def between(buffers):
+        low = min(b.address for b in buffers) - PAGE
+        high = max(b.address for b in buffers) + nbytes
+        return [m for m in smaps() if m.start <= high and m.end > low]
+
+    one = Buffer(nbytes)
+    assert len(between([one])) == 3
+    buffers = [Buffer(nbytes) for _ in range(50)]
+    count = len(smaps())
+    fork_once()
+    assert all("dc" in vm_flags(b.address) for b in buffers)
+    assert len(smaps()) == count
+    more = len(smaps())
+    buffers += [Buffer(nbytes) for _ in range(50)]
+    # Now and then the kernel takes another place than the next one.
+    assert len(smaps()) - more <= 2 * 50 + 5
+
+
+@fresh
+def test_large_ones_are_aligned_and_advised_for_transparent_huge_pages():
+    rdmafork.fork_init()
+    with Buffer(HUGE - PAGE) as small:
+        assert not {"hg", "nh"} & vm_flags(small.address)
+    with Buffer(3 * HUGE + 1) as large:
+        flags = vm_flags(large.address)
+        assert large.address % HUGE == 0 and large.page_size == PAGE
+        control = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+        if not control.exists():
+            pytest.skip("a kernel without transparent huge pages")
+        assert "hg" in flags
+        if "[never]" in control.read_text():
+            pytest.skip("transparent huge pages are turned off")
+        memoryview(large)[:] = b"h" * len(large)
+        assert huge_part(large.address) >= HUGE
+
+
+@fresh
+def test_base_pages_by_name_are_base_pages():
+    rdmafork.fork_init()
+    with Buffer(4 * HUGE, page_size=PAGE) as buffer:
+        assert buffer.page_size == PAGE
+        memoryview(buffer)[:] = b"b" * len(buffer)
+        assert huge_part(buffer.address) == 0
+        assert "hg" not in vm_flags(buffer.address)
+
+
+# ---- huge pages ---------------------------------------------------------------------------
+
+
+@both_modes
+@fresh
+def test_huge_pages(mode, huge):
+    """Of the pool, whole, between guards; absent from children, and back when it is closed."""
+    rdmafork.fork_init(mode)
+    before = free_huge_pages()
+    buffer = Buffer(2 * HUGE + 1, page_size=HUGE)
+    assert (len(buffer), buffer.page_size) == (2 * HUGE + 1, HUGE)
+    assert "in pages of 2 MiB" in repr(buffer)
+    address, end = buffer.address, buffer.address + 3 * HUGE
+    mapping = mapping_at(address)
+    assert address % HUGE == 0
+    assert (mapping.start, mapping.end, mapping.page_size) == (address, end, HUGE)
+    assert mapping_at(address - 1).permissions == mapping_at(end).permissions == "---p"
+    array = np.frombuffer(buffer, dtype=np.uint8)
+    array[:] = 7
+    count = len(smaps())
+    with rdmafork.register(memoryview(buffer)[100:5000]):
+        assert child(read, address) == signal.SIGSEGV
+        assert "dc" in vm_flags(address) and len(smaps()) == count
+    assert array.min() == array.max() == 7
+    assert free_huge_pages() == before - 3
+    del array
+    buffer.close()
+    assert free_huge_pages() == before == huge
+    assert not any(map(is_mapped, (address - 1, address, end - 1, end)))
+
+
+@fresh
+def test_too_few_huge_pages(huge):
+    """How many are needed, how many are free, and where to get more; nothing is taken."""
+    rdmafork.fork_init()
+    with Buffer(2 * HUGE, page_size=HUGE):
+        count = len(smaps())
+        with pytest.raises(OSError) as caught:
+            Buffer(huge * HUGE, page_size=HUGE)
+        message = str(caught.value)
+        assert caught.value.errno == errno.ENOMEM
+        assert f"{huge} needed, {huge - 2} free of the " in message
+        assert "/proc/sys/vm/nr_hugepages" in message and "in pages of 2 MiB" in message
+        assert free_huge_pages() == huge - 2 and rdmafork.stats().registrations == 1
+        assert len(smaps()) == count
+
+
+@fresh
+def test_huge_pages_that_are_there_but_may_not_be_mapped(huge):
+    """The pool is not to blame then."""
+    rdmafork.fork_init()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2 * HUGE, resource.RLIM_INFINITY))
+    with pytest.raises(OSError, match=f"RLIMIT_AS allows this process {used + 2 * HUGE} bytes"):
+        Buffer(2 * HUGE, page_size=HUGE)
+
+
+@pytest.fixture
+def gigantic_page():
+    """One page of 1 GiB in the pool."""
+    pool = Path("/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages")
+    if not pool.exists():
+        pytest.skip("this kernel has no pages of 1 GiB")
+    before = pool.read_text()
+    try:
+        pool.write_text(str(int(before) + 1))
+    except OSError as error:
+        pytest.skip(f"a page of 1 GiB cannot be reserved: {error}")
+    try:
+        if int(pool.read_text()) == int(before):
+            pytest.skip("no contiguous GiB is free for a page of 1 GiB")
+        yield 1 << 30
+    finally:
+        pool.write_text(before)
+
+
+@both_modes
+@fresh
+def test_a_page_of_one_gigabyte(mode, gigantic_page):
+    rdmafork.fork_init(mode)
+    with Buffer(1 << 20, page_size=gigantic_page) as buffer:
+        assert buffer.page_size == gigantic_page and buffer.address % gigantic_page == 0
+        assert mapping_at(buffer.address).page_size == gigantic_page
+        memoryview(buffer)[:] = b"g" * len(buffer)
+        assert child(read, buffer.address) == signal.SIGSEGV
+        assert bytes(buffer) == b"g" * len(buffer)
+        with pytest.raises(OSError, match="hugepages-1048576kB/nr_hugepages") as caught:
+            Buffer(100 << 30, page_size=gigantic_page)
+        assert caught.value.errno == errno.ENOMEM and "100 needed" in str(caught.value)
+    assert rdmafork.stats().registrations == 0
+
+
+def test_a_page_size_the_kernel_does_not_have():
+    with pytest.raises(ValueError) as caught:
+        Buffer(1, page_size=12345)
+    assert "12345" in str(caught.value)
+    for size in (PAGE, *rdmafork.kernel_info().huge_page_sizes):
+        assert str(size) in str(caught.value)
+    for size in (0, -1, 1 << 80):
+        with pytest.raises(ValueError, match="no pages of"):
+            Buffer(1, page_size=size)
+    with pytest.raises(TypeError):
+        Buffer(1, page_size="2 MiB")
+
+
+# ---- what cannot be made ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "nbytes, error",
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (-(1 << 80), ValueError),
+        (sys.maxsize, OverflowError),
+        (1 << 64, OverflowError),
+        (1 << 62, OSError),
+        (1 << 46, OSError),
+        (1.0, TypeError),
+        ("1", TypeError),
+        (None, TypeError),
+        (b"1", TypeError),
+    ],
+)
+def test_sizes_that_cannot_be(nbytes, error):
+    before = rdmafork.stats().registrations, len(smaps())
+    with pytest.raises(error) as caught:
+        Buffer(nbytes)
+    if error is not TypeError:
+        assert str(nbytes) in str(caught.value)
+    if error is OSError:
+        assert caught.value.errno == errno.ENOMEM
+        assert "overcommit_memory" in str(caught.value) or "RLIMIT" in str(caught.value)
+    assert (rdmafork.stats().registrations, len(smaps())) == before
+
+
+def test_whatever_is_an_index_is_a_size():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnprotectedWarning)
+        with Buffer(np.int64(100), page_size=np.int32(PAGE)) as buffer:
+            assert (buffer.nbytes, buffer.page_size) == (100, PAGE)
+
+
+def test_wrong_arguments():
+    for arguments, names in (((), {}), ((1, PAGE), {}), ((1,), {"pages": 1})):
+        with pytest.raises(TypeError):
+            Buffer(*arguments, **names)
+    with pytest.raises(TypeError):
+        Buffer.__new__(Buffer)
+    with pytest.raises(TypeError):
+        type("Mine", (Buffer,), {})
+
+
+@fresh
+def test_an_address_space_that_is_limited():
+    rdmafork.fork_init()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+    limit = used + (64 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    with pytest.raises(OSError, match=f"RLIMIT_AS allows this process {limit} bytes"):
+        Buffer(1 << 30)
+    Buffer(1 << 20).close()
+
+
+@pytest.mark.parametrize("policy", ["wipe", "keep"])
+@fresh
+def test_what_children_get_is_for_the_engine_to_say(policy):
+    """It passes on_fork on, and the engine's refusal too."""
+    rdmafork.fork_init()
+    lines = len(smaps())
+    try:
+        registered = rdmafork.register(bytearray(100), on_fork=policy)
+    except OSError as error:
+        with pytest.raises(OSError, match=re.escape(str(error))) as caught:
+            Buffer(100, on_fork=policy)
+        assert caught.value.errno == error.errno
+        assert rdmafork.stats().registrations == 0 and len(smaps()) == lines
+    else:
+        registered.close()
+        with Buffer(100, on_fork=policy) as buffer:
+            assert buffer.on_fork == policy
+            assert rdmafork.protected_ranges()[0].on_fork == policy
+
+
+def test_a_policy_that_is_none():
+    for policy in ("copy", None, 0, b"omit"):
+        with pytest.raises(ValueError, match="omit, wipe, keep"):
+            Buffer(1, on_fork=policy)
+
+
+@fresh(env={"RDMAV_FORK_SAFE": "1", "RDMAFORK_MODE": "nonsense"})
+def test_what_the_engine_refuses_leaves_no_memory():
+    lines = len(smaps())
+    with pytest.raises(OSError, match="RDMAFORK_MODE=nonsense") as caught:
+        Buffer(HUGE)
+    assert caught.value.errno == errno.EINVAL and len(smaps()) == lines
+
+
+@fresh
+def test_at_the_limit_of_mappings():
+    """max_map_count is named, and what was there is there."""
+    rdmafork.fork_init()
+    limit = rdmafork.kernel_info().max_map_count
+    if limit > 1 << 20:
+        pytest.skip(f"vm.max_map_count is {limit}: too many mappings would be needed")
+    area = map_at(0, 2 * limit * PAGE, prot=0)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    made = []
+    try:
+        for page in range(limit):
+            if libc.mprotect(area + 2 * page * PAGE, PAGE, 1):
+                break
+        with pytest.raises(OSError, match=rf"max_map_count \({limit}\)") as caught:
+            # Its guards may find neighbours to merge with, and a few fit yet.
+            for _ in range(100):
+                made.append(Buffer(PAGE))
+        failure = caught.value
+        registrations = rdmafork.stats().registrations
+    finally:
+        unmap(area, 2 * limit * PAGE)
+    assert failure.errno == errno.ENOMEM and registrations == len(made)
+
+
+# ---- registered for life ------------------------------------------------------------------
+
+
+@both_modes
+@fresh
+def test_it_is_registered_whole_from_the_first_moment_to_the_last(mode):
+    rdmafork.fork_init(mode)
+    buffer = Buffer(3 * PAGE + 1)
+    (found,) = rdmafork.protected_ranges()
+    assert (found.start, found.end) == (buffer.address, buffer.address + 4 * PAGE)
+    assert (found.registrations, found.on_fork) == (1, "omit")
+    assert buffer.protected and rdmafork.stats().registrations == 1
+    address = buffer.address
+    # A small view that is registered and closed takes nothing away.
+    with rdmafork.register(memoryview(buffer)[10:20]):
+        pass
+    fork_once()
+    assert len(marked(address, 4 * PAGE)) == 4
+    buffer.close()
+    assert rdmafork.protected_ranges() == [] and rdmafork.stats().registrations == 0
+    # Memory that is mapped there later is ordinary.
+    map_at(address, 4 * PAGE)
+    fork_once()
+    assert marked(address, 4 * PAGE) == []
+
+
+@pytest.mark.parametrize("edges", ["", "whole"])
+@both_modes
+def test_registering_any_part_costs_no_system_call_and_no_mapping(traced, mode, edges):
+    sections = traced(
+        f"""
+        rdmafork.fork_init({mode!r})
+        buffer = rdmafork.Buffer(64 * PAGE - 100)
+        view = memoryview(buffer)
+        parts = [view[i * 5000 : i * 5000 + 9000] for i in range(40)] + [view, buffer]
+        held = [None] * len(parts)
+        def mappings():
+            with open("/proc/self/maps") as file:
+                return len(file.readlines())
+        def fork():
+            pid = os.fork()
+            if not pid:
+                os._exit(0)
+            os.waitpid(pid, 0)
+        def hold():
+            for i in range(len(parts)):
+                held[i] = register(parts[i])
+        def let_go():
+            for i in range(len(parts)):
+                held[i].close()
+        hold(), let_go(), mappings()
+        mark("/mark/before")
+        hold(), let_go()
+        mark("/mark/none")
+        fork()
+        count = mappings()
+        mark("/mark/after")
+        hold(), let_go()
+        for part in parts:
+            register(part)
+        mark("/mark/none")
+        hold(), fork()
+        assert mappings() == count
+        mark("/mark/across")
+        let_go()
+        mark("/mark/none")
+        assert mappings() == count
+        """,
+        env={"RDMAFORK_EDGES": edges},
+    )
+    assert sections == {"before": [], "after": [], "across": []}
+
+
+@pytest.mark.parametrize("mode, advice", [("lazy", []), ("eager", ["madvise"])])
+def test_the_system_calls_of_making_and_closing_one(traced, mode, advice):
+    """A page: two and one; from 2 MiB on one more, for huge pages; eager adds its two.
+
+    The registration is given back before the memory.
+    """
+    sections = traced(
+        f"""
+        rdmafork.fork_init({mode!r})
+        for nbytes, name in ((1, "page"), (1 << 30, "large")):
+            rdmafork.Buffer(nbytes).close()
+            mark("/mark/" + name)
+            buffer = rdmafork.Buffer(nbytes)
+            mark(f"/mark/{{name}}_closed")
+            buffer.close()
+            mark("/mark/again")
+            buffer.close()
+            mark("/mark/none")
+        """
+    )
+    assert names(sections["page"]) == ["mmap", "mprotect", *advice]
+    assert names(sections["large"]) == ["mmap", "mprotect", "madvise", *advice]
+    assert "MADV_HUGEPAGE" in sections["large"][2]
+    assert names(sections["page_closed"]) == names(sections["large_closed"]) == [*advice, "munmap"]
+    assert sections["again"] == []
+
+
+def test_the_system_calls_of_huge_pages(traced, huge):
+    sections = traced(
+        """
+        rdmafork.fork_init("lazy")
+        make = lambda: rdmafork.Buffer(1, page_size=2 << 20)
+        make().close()
+        mark("/mark/make")
+        buffer = make()
+        mark("/mark/close")
+        buffer.close()
+        """
+    )
+    assert names(sections["make"]) == ["mmap", "munmap", "mmap"]
+    assert names(sections["close"]) == ["munmap"]
+
+
+@fresh
+def test_before_fork_init_it_is_not_protected_and_warns_once():
+    with pytest.warns(UnprotectedWarning, match="fork_init") as caught:
+        first, second = Buffer(1), Buffer(1)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert not first.protected and not second.protected and "not protected" in repr(first)
+    assert rdmafork.protected_ranges()[0].protected_by is None
+    first.close(), second.close()
+    with pytest.raises(OSError, match="too late") as late:
+        rdmafork.fork_init()
+    assert late.value.errno == errno.EINVAL
+
+
+@fresh
+def test_a_warning_that_is_an_error_leaves_nothing():
+    lines = len(smaps())
+    with pytest.raises(UnprotectedWarning):
+        Buffer(1)
+    assert rdmafork.stats().registrations == 0 and len(smaps()) == lines
+
+
+@fresh(env={"RDMAV_FORK_SAFE": "0"})
+def test_the_environment_starts_the_engine_for_it():
+    assert Buffer(1).protected
+    assert rdmafork.is_fork_initialized() == rdmafork.ForkStatus.ENABLED
+
+
+# ---- under whatever takes a buffer --------------------------------------------------------
+
+
+@pytest.fixture
+def buffer():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnprotectedWarning)
+        made = Buffer(5000)
+    yield made
+    gc.collect()
+    made.close()
+    assert rdmafork.stats().registrations == 0
+
+
+def test_a_memoryview(buffer):
+    with memoryview(buffer) as view:
+        assert (view.nbytes, view.format, view.itemsize, view.ndim) == (5000, "B", 1, 1)
+        assert (view.shape, view.strides, view.readonly) == ((5000,), (1,), False)
+        assert view.c_contiguous and view.obj is buffer and not any(view)
+        view[7:10] = b"abc"
+        view[-1] = 255
+        assert bytes(buffer)[7:10] == b"abc" == read(buffer.address + 7, 3)
+        assert view.cast("I")[1249] == 255 << 24
+
+
+def test_every_kind_of_request(buffer):
+    """What is not asked for is not given, and what is asked for is right."""
+
+    class View(ctypes.Structure):
+        _fields_ = (
+            ("buf", ctypes.c_void_p),
+            ("obj", ctypes.py_object),
+            ("len", ctypes.c_ssize_t),
+            ("itemsize", ctypes.c_ssize_t),
+            ("readonly", ctypes.c_int),
+            ("ndim", ctypes.c_int),
+            ("format", ctypes.c_char_p),
+            ("shape", ctypes.POINTER(ctypes.c_ssize_t)),
+            ("strides", ctypes.POINTER(ctypes.c_ssize_t)),
+            ("suboffsets", ctypes.c_void_p),
+            ("internal", ctypes.c_void_p),
+        )
+
+    writable, with_format, shape, strides = 1, 4, 8, 0x18
+    for flags in itertools.product((0, writable), (0, with_format), (0, shape, strides)):
+        view = View()
+        get = ctypes.pythonapi.PyObject_GetBuffer
+        assert get(ctypes.py_object(buffer), ctypes.byref(view), sum(flags)) == 0
+        assert (view.buf, view.len, view.itemsize) == (buffer.address, 5000, 1)
+        assert view.ndim == 1 and not view.readonly and not view.suboffsets
+        assert view.format == (b"B" if flags[1] else None)
+        assert bool(view.shape) == bool(flags[2]) and bool(view.strides) == (flags[2] == strides)
+        assert not flags[2] or view.shape[0] == 5000
+        assert flags[2] != strides or view.strides[0] == 1
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))
+
+
+def test_numpy(buffer):
+    array = np.frombuffer(buffer, dtype=np.float32)
+    assert array.shape == (1250,) and array.flags.writeable
+    assert array.__array_interface__["data"] == (buffer.address, False)
+    array[:] = np.arange(1250)
+    assert struct.unpack_from("<f", buffer, 4 * 1249) == (1249.0,)
+    assert np.array(pickle.loads(pickle.dumps(array))).sum() == array.sum()
+    assert np.asarray(buffer).nbytes == 5000
+
+
+@fresh
+def test_numpy_over_a_gigabyte():
+    """As the natural thing: the array alone keeps the memory, and fork() keeps out of it."""
+    rdmafork.fork_init()
+    array = np.frombuffer(Buffer(1 << 30), dtype=np.float32)
+    assert array.size == 1 << 28 and rdmafork.stats().registrations == 1
+    array[:: 1 << 20] = 5
+    address = array.__array_interface__["data"][0]
+    fork_once()
+    assert "dc" in vm_flags(address)
+    assert array.sum(dtype=np.float64) == 5 * (1 << 8)
+    del array
+    assert rdmafork.stats().registrations == 0 and not is_mapped(address)
+
+
+def test_torch(buffer):
+    torch = pytest.importorskip("torch")
+    tensor = torch.frombuffer(buffer, dtype=torch.float32)
+    tensor[:] = 2
+    assert np.frombuffer(buffer, dtype=np.float32).sum() == 2500
+    assert tensor.data_ptr() == buffer.address
+
+
+def test_ctypes_struct_sockets_and_files(buffer):
+    assert address_of(buffer) == buffer.address
+    struct.pack_into("<Q", buffer, 8, 1 << 40)
+    assert (ctypes.c_uint64 * 2).from_buffer(buffer)[1] == 1 << 40
+    left, right = socket.socketpair()
+    with left, right:
+        left.sendall(b"over the wire")
+        assert right.recv_into(buffer) == 13
+        right.sendall(memoryview(buffer)[:4])
+        assert left.recv(100) == b"over"
+    with tempfile.TemporaryFile() as file:
+        file.write(buffer)
+        file.seek(0)
+        memoryview(buffer)[:] = bytes(5000)
+        assert file.readinto(buffer) == 5000
+    assert bytes(buffer)[:13] == b"over the wire"
+
+
+def test_its_attributes(buffer):
+    assert (len(buffer), buffer.nbytes, buffer.page_size) == (5000, 5000, PAGE)
+    assert buffer.address % PAGE == 0 and buffer.on_fork == "omit" and buffer.obj is buffer
+    assert not buffer.closed and not buffer.inherited and isinstance(buffer.protected, bool)
+    assert isinstance(buffer, rdmafork.Registration)
+    assert re.fullmatch(
+        rf"<rdmafork\.Buffer 0x{buffer.address:x}, 5000 bytes in pages of 4 KiB, .*protected>",
+        repr(buffer),
+    )
+    for name in ("address", "nbytes", "page_size", "on_fork", "protected", "obj"):
+        with pytest.raises(AttributeError):
+            setattr(buffer, name, 1)
+
+
+@pytest.mark.parametrize("copies", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_it_cannot_be_pickled_or_copied(buffer, copies):
+    with pytest.raises(TypeError, match=r"pickle bytes\(buffer\).*shared_memory"):
+        copies(buffer)
+
+
+# ---- the end ------------------------------------------------------------------------------
+
+
+@both_modes
+@fresh
+def test_close_is_refused_while_views_are_exported(mode):
+    """Whoever holds one: a memoryview, an array, a registration. Nothing has changed then."""
+    rdmafork.fork_init(mode)
+    buffer = Buffer(5000)
+    holders = [memoryview(buffer), np.frombuffer(buffer, np.uint8), rdmafork.register(buffer)]
+    holders.append(rdmafork.register(holders[0][100:200]))
+    holders.append((ctypes.c_char * 5000).from_buffer(buffer))
+
+    def state():
+        return rdmafork.protected_ranges(), rdmafork.stats()._replace(query_calls=0), len(smaps())
+
+    before = state()
+    with pytest.raises(BufferError, match="views of it are exported"):
+        buffer.close()
+    assert state() == before
+    assert not buffer.closed and buffer.protected
+    holders[0][0] = 9
+    assert holders[1][0] == 9
+    while holders:
+        with pytest.raises(BufferError):
+            buffer.close()
+        holders.pop(0)
+        gc.collect()
+    buffer.close()
+    assert buffer.closed and "closed" in repr(buffer)
+
+
+@fresh
+def test_a_second_close_does_nothing_and_use_after_it_raises():
+    rdmafork.fork_init()
+    buffer = Buffer(5000)
+    address = buffer.address
+    buffer.close()
+    assert not is_mapped(address)
+    # Somebody else's by now.
+    map_at(address, 2 * PAGE)
+    write(address, b"mine")
+    buffer.close()
+    with pytest.raises(ValueError, match="closed"):
+        memoryview(buffer)
+    for use in ("address", "nbytes", "page_size", "on_fork", "protected", "obj"):
+        with pytest.raises(ValueError, match="closed"):
+            getattr(buffer, use)
+    for use in (len, rdmafork.register, buffer.__class__.__enter__):
+        with pytest.raises(ValueError, match="closed"):
+            use(buffer)
+    del buffer
+    assert read(address, 4) == b"mine"
+
+
+@fresh
+def test_a_context_manager_closes_it():
+    rdmafork.fork_init()
+    with Buffer(1) as buffer:
+        assert memoryview(buffer)[0] == 0
+    assert buffer.closed
+    with pytest.raises(KeyError), Buffer(1) as buffer:
+        raise KeyError
+    assert buffer.closed and rdmafork.stats().registrations == 0
+
+
+@both_modes
+@fresh
+def test_collected_only_after_the_last_view(mode):
+    rdmafork.fork_init(mode)
+    buffer = Buffer(5000)
+    address = buffer.address
+    view = memoryview(buffer)
+    array = np.frombuffer(view, np.uint8)
+    del buffer
+    gc.collect()
+    view[0] = 3
+    del view
+    fork_once()
+    assert array[0] == 3 and rdmafork.stats().registrations == 1 and is_mapped(address)
+    cycle = [array]
+    cycle.append(cycle)
+    del array, cycle
+    gc.collect()
+    assert rdmafork.stats().registrations == 0
+    assert not any(map(is_mapped, (address - 1, address, address + 2 * PAGE)))

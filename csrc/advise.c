@@ -356,14 +356,15 @@ static void set_fresh(struct rf_advisor *advisor, const struct rf_run *run)
 			range->flags |= RF_RANGE_FRESH;
 }
 
-/* Mark what the ranges in [@start, @end) want. -errno of the first refusal. */
-static int mark_now(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, bool held)
+/* Mark what @belongs() picks in [@start, @end). -errno of the first refusal. */
+static int mark_now(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, bool held,
+		    bool (*belongs)(const struct rf_range *))
 {
 	struct rf_run run;
 	uintptr_t at;
 	int rc;
 
-	for (at = start; at < end && rf_advise_next_run(advisor, at, end, to_mark_now, &run);
+	for (at = start; at < end && rf_advise_next_run(advisor, at, end, belongs, &run);
 	     at = run.end) {
 		if (run.unmarked && !has_room(advisor)) {
 			if (advisor->required)
@@ -433,7 +434,8 @@ static int ask_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, struct
 	for (at = start; rf_advise_next_run(advisor, at, end, is_fresh_but_shared, &run);
 	     at = run.end)
 		rf_advise_unmark(advisor, run.start, run.end);
-	return mark_now(advisor, start, end, held);
+	/* All of it: somebody else may have unmarked a part, which makes the rest one too. */
+	return mark_now(advisor, start, end, held, rf_range_wants_mark);
 }
 
 /* Only private anonymous memory in base pages can be wiped: what else is there? */
@@ -572,7 +574,7 @@ int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking
 	rf_ranges_add(ranges, start, end, held ? 0 : RF_RANGE_DOUBT);
 	rc = -EINVAL;
 	if (!forking)
-		rc = mark_now(advisor, start, end, held);
+		rc = mark_now(advisor, start, end, held, to_mark_now);
 	if (rc == -EINVAL && advisor->policy == RF_OMIT)
 		rc = ask_and_mark(advisor, slot, error);
 	rf_advise_extent(advisor, slot, &start, &end);

@@ -215,6 +215,24 @@ static void leave_unasked(struct rf_advisor *advisor)
 }
 
 /*
+ * A registration that found its pages marked has not learned of the huge page they
+ * are part of: madvise() takes any part of what is marked already.
+ */
+static void mark_whole_pages(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
+{
+	struct rf_slot ends = { .start = start, .end = end };
+	uintptr_t first = start, last = end;
+
+	if (rf_vma_open(&advisor->reader) < 0)
+		return;
+	if (rf_advise_ask_ends(advisor, &ends) >= 0) {
+		rf_advise_extent(advisor, &ends, &first, &last);
+		(void)rf_advise_call(advisor, first, last, MADV_DONTFORK);
+	}
+	rf_vma_close(&advisor->reader);
+}
+
+/*
  * Others advise the same pages: an MADV_DOFORK of libibverbs' own tracker, which knows
  * nothing of our counts, takes our marks away. Memory that is not held may be another's
  * by now.
@@ -226,7 +244,8 @@ static void mark_again(struct rf_advisor *advisor)
 
 	for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_marked_and_held, &run);
 	     at = run.end)
-		(void)rf_advise_call(advisor, run.start, run.end, MADV_DONTFORK);
+		if (rf_advise_call(advisor, run.start, run.end, MADV_DONTFORK) == -EINVAL)
+			mark_whole_pages(advisor, run.start, run.end);
 }
 
 void rf_advise_fold(struct rf_advisor *advisor, struct rf_registry *registry)

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import mmap
 import os
 import re
 import shutil

@@ -416,6 +416,36 @@ static void marks_that_others_take_away_are_back_at_the_fork(void)
 	check_empty();
 }
 
+/* The second registration found its page marked, and has not learned that it is huge. */
+static void marks_that_others_take_from_huge_pages_are_back_too(void)
+{
+	char *huge = check_map_huge(1, MAP_PRIVATE);
+	struct rf_handle first, second, third;
+	unsigned int whole;
+
+	memset(huge, 7, CHECK_HUGE);
+	setenv("RDMAV_FORK_SAFE", "", 1);
+	setenv("RDMAFORK_EDGES", check_random() & 1 ? "whole" : "", 1);
+	check_start(RF_MODE_EAGER);
+	for (whole = 0; whole < 2; whole++) {
+		first = check_register(huge + 777, 100001, RF_HELD);
+		second = check_register(huge + 777, 100001, RF_HELD);
+		check_release(first);
+		CHECK(madvise(huge, CHECK_HUGE, MADV_DOFORK) == 0);
+		/* Beside it, before the fork: the page is marked as a whole. */
+		if (whole) {
+			third = check_register(huge + (1 << 20), 5000, RF_HELD);
+			CHECK(check_flags(huge) & CHECK_DC);
+			check_release(third);
+			CHECK(madvise(huge, CHECK_HUGE, MADV_DOFORK) == 0);
+		}
+		CHECK(!check_child_reads(huge + check_page) && !check_child_reads(huge));
+		check_release(second);
+		CHECK(!(check_flags(huge) & CHECK_DC));
+		check_empty();
+	}
+}
+
 static void the_budget_is_kept_and_what_is_left_is_counted(void)
 {
 	char *memory = check_map(2 * PIECES);
@@ -828,6 +858,7 @@ int main(int argc, char **argv)
 		SCENARIO(shared_memory_stays_with_the_child),
 		SCENARIO(shared_and_private_in_one_registration),
 		SCENARIO(marks_that_others_take_away_are_back_at_the_fork),
+		SCENARIO_HUGE(marks_that_others_take_from_huge_pages_are_back_too),
 		SCENARIO(the_budget_is_kept_and_what_is_left_is_counted),
 		SCENARIO(the_fold_gives_vmas_to_the_longest),
 		SCENARIO(past_the_budget_nothing_is_claimed_where_copying_is_not_trusted),

@@ -64,7 +64,7 @@ enum rf_policy {
 enum rf_cause {
 	RF_CAUSE_NONE = 0,
 	RF_CAUSE_WRAP,		/* EOVERFLOW: address + nbytes leaves the address space */
-	RF_CAUSE_POLICY,	/* EINVAL no such policy; ENOTSUP RF_KEEP, where the kernel does not copy */
+	RF_CAUSE_POLICY,	/* EINVAL: none such; ENOTSUP: RF_KEEP, copying is not trusted */
 	RF_CAUSE_HOLE,		/* ENOMEM: [start, end) of the range is not mapped */
 	RF_CAUSE_VMA_LIMIT,	/* ENOMEM: would take more than half of vm.max_map_count */
 	RF_CAUSE_ENGINE_MEMORY,	/* ENOMEM: the engine's own tables cannot grow */
@@ -77,7 +77,7 @@ enum rf_cause {
 	RF_CAUSE_UNTRUSTED,	/* ENOTSUP: lazy, where the kernel does not copy at fork */
 	RF_CAUSE_KERNEL,	/* ENOSYS: no MADV_DONTFORK */
 	RF_CAUSE_OTHER_ENGINE,	/* EEXIST: another copy of librdmafork runs in this process */
-	RF_CAUSE_WIPE,		/* EINVAL: [start, end) is a file's, or huge pages: not to be wiped */
+	RF_CAUSE_WIPE,		/* EINVAL: [start, end) cannot be wiped: a file's, huge pages */
 };
 
 struct rf_error {

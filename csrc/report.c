@@ -50,8 +50,10 @@ static bool is_wiped(const struct rf_engine *engine, uintptr_t start, uintptr_t 
 {
 	const struct rf_ranges *ranges = &engine->wiper.ranges;
 	const struct rf_range *range = rf_ranges_at(ranges, rf_ranges_seek(ranges, start));
-	uintptr_t stop = !range ? *end : range->start > start ? range->start : range->end;
+	uintptr_t stop = *end;
 
+	if (range)
+		stop = range->start > start ? range->start : range->end;
 	*end = stop < *end ? stop : *end;
 	return range && range->start <= start && range->mark;
 }

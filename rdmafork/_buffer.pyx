@@ -87,8 +87,8 @@ cdef class Buffer(Registration):
 
     Any thread may use and close it. Collected without close(), the memory goes
     when the last view has gone. In a forked child new views raise InheritedError,
-    views the child inherited fault (or read zeros, or a copy), and closing or collecting it does nothing; a
-    child may make its own.
+    views the child inherited fault (or read zeros, or a copy), and closing or
+    collecting it does nothing; a child may make its own.
 
     ValueError: nbytes below 1; a page size the kernel does not have. OverflowError:
     more than an address space. OSError ENOMEM: not enough memory, or huge pages;

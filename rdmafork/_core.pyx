@@ -217,7 +217,8 @@ cdef int check_usable(Registration self) except -1:
     if self.slot.generation != rf_generation():
         raise InheritedError(
             f"the {type(self).__name__} of {self.length} bytes at 0x{self.start:x} belongs to the "
-            f"parent process: in this child its memory {FATES[self.policy]}; register afresh here")
+            f"parent process: in this child its memory "
+            f"{FATES[self.policy if self.is_protected else RF_KEEP]}; register afresh here")
     return 0
 
 

@@ -289,12 +289,12 @@ def read_maps():
 
 
 def pages_of(maps):
-    """Addresses of the pages in the arena that are mapped."""
-    spans = (line.split(b" ", 1)[0].split(b"-") for line in maps.splitlines())
+    """Addresses of the pages in the arena that are mapped, and not only reserved."""
     found = set()
-    for start, end in spans:
-        start, end = int(start, 16), int(end, 16)
-        if START <= start < END:
+    for line in maps.splitlines():
+        span, permissions = line.split(b" ", 2)[:2]
+        start, end = (int(bound, 16) for bound in span.split(b"-"))
+        if START <= start < END and permissions != b"---p":
             found.update(range(start, end, PAGE))
     return found
 

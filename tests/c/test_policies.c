@@ -194,8 +194,8 @@ static void nothing_private_is_kept_where_copying_is_not_trusted(void)
 	CHECK(check_child_reads(shared));
 	check_release(handle);
 	/* Half of it is private. */
-	CHECK(mmap(shared + check_page, check_page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED,
-		   -1, 0) != MAP_FAILED);
+	CHECK(mmap(shared + check_page, check_page, PROT_READ,
+		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
 	CHECK(try_register(shared, 2 * check_page, RF_KEEP, &handle) == -ENOTSUP);
 	check_unmap(shared + check_page, 1);
 	CHECK(try_register(shared, 2 * check_page, RF_KEEP, &handle) == -ENOTSUP);
@@ -326,8 +326,9 @@ static void a_failure_changes_nothing(void)
 		check_fork();
 		check_read_smaps();
 		for (pages = 0; pages < 8; pages++)
-			CHECK(!!(check_flags_read(memory + pages * check_page) & CHECK_WF) ==
-			      (pages == 2), "call %lu, page %zu", nth, pages);
+			CHECK(!(check_flags_read(memory + pages * check_page) & CHECK_WF) !=
+				      (pages == 2),
+			      "call %lu, page %zu", nth, pages);
 		check_sound();
 		if (rf_sys_faults() == seen)
 			break;

@@ -267,6 +267,8 @@ cdef int warn_unprotected() except -1:
 
 
 cdef rf_policy policy_of(object on_fork) except *:
+    if on_fork is OMIT:
+        return RF_OMIT
     if on_fork not in POLICY_NAMES:
         raise ValueError(f"on_fork must be one of {', '.join(POLICY_NAMES)}, not {on_fork!r}")
     return <rf_policy>POLICY_NAMES.index(on_fork)
@@ -326,9 +328,7 @@ def register(buffer, *, on_fork="omit"):
     Source: madvise(2), MADV_DONTFORK, MADV_WIPEONFORK; Linux mm/memory.c,
     copy_present_page().
     """
-    cdef rf_policy policy = RF_OMIT
-    if on_fork is not OMIT:
-        policy = policy_of(on_fork)
+    cdef rf_policy policy = policy_of(on_fork)
     cdef Registration self = Registration.__new__(Registration)
     hold(self, buffer)
     protect(self, RF_HELD, policy)
@@ -345,9 +345,7 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
     Raises as register() does; ValueError for a negative number, OverflowError
     when address + nbytes leaves the address space.
     """
-    cdef rf_policy policy = RF_OMIT
-    if on_fork is not OMIT:
-        policy = policy_of(on_fork)
+    cdef rf_policy policy = policy_of(on_fork)
     address = index(address)
     nbytes = index(nbytes)
     if address < 0 or nbytes < 0:

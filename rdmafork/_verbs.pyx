@@ -62,9 +62,10 @@ class Access(IntFlag):
     RELAXED_ORDERING = 1 << 20
 
 
+cdef unsigned int WRITE = Access.LOCAL_WRITE
 cdef unsigned int UNPINNED = Access.ON_DEMAND
 cdef unsigned int NEEDS_LOCAL_WRITE = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
-cdef unsigned int WRITES = Access.LOCAL_WRITE | NEEDS_LOCAL_WRITE
+cdef unsigned int WRITES = WRITE | NEEDS_LOCAL_WRITE
 cdef unsigned int OPTIONAL = 0x3ff << 20  # ignored by devices that do not know it
 
 
@@ -390,10 +391,10 @@ cdef class Context(Parent):
 
 
 cdef int close_context(ibv_context *context) except -1:
-    # A child made after this may keep the descriptors, of a context that has nothing.
-    rf_descriptor_release(context.cmd_fd)
-    rf_descriptor_release(context.async_fd)
     with nogil:
+        # A child made after this may keep the descriptors, of a context that has nothing.
+        rf_descriptor_release(context.cmd_fd)
+        rf_descriptor_release(context.async_fd)
         verbs.close_device(context)
     return 0
 
@@ -410,9 +411,10 @@ cdef ibv_context *open_between_forks(bytes name, object guid) except NULL:
                 usleep(500)
             continue
         context = open_listed(name, guid)
-        rc = rf_descriptor_omit(context.cmd_fd)
-        if rc >= 0:
-            rc = rf_descriptor_omit(context.async_fd)
+        with nogil:
+            rc = rf_descriptor_omit(context.cmd_fd)
+            if rc >= 0:
+                rc = rf_descriptor_omit(context.async_fd)
         if rc >= 0 and rf_forks() == before:
             return context
         close_context(context)
@@ -559,7 +561,7 @@ cdef str place(ProtectionDomain self):
 cdef unsigned int access_of(Registration region, object access) except? 0xffffffff:
     cdef bint readonly = <PyObject *>region.view.obj != NULL and region.view.readonly
     if access is None:
-        return 0 if readonly else Access.LOCAL_WRITE
+        return 0 if readonly else WRITE
     flags = index(access)
     if not 0 <= flags <= 0x7fffffff:
         raise ValueError(f"access must be flags of rdmafork.Access, not {access!r}")
@@ -601,7 +603,7 @@ cdef object refusal(int error, MemoryRegion region):
         cause = mapping_cause(region.start, end, flags)
     elif error == EINVAL and not region.length:
         cause = "a region needs at least one byte"
-    elif error == EINVAL and flags & NEEDS_LOCAL_WRITE and not flags & Access.LOCAL_WRITE:
+    elif error == EINVAL and flags & NEEDS_LOCAL_WRITE and not flags & WRITE:
         cause = "REMOTE_WRITE and REMOTE_ATOMIC need LOCAL_WRITE too"
     elif error in (EINVAL, EOPNOTSUPP):
         cause = "the device does not have this access"

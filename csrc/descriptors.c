@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "descriptors.h"
+#include "mappings.h"
 
 #include <errno.h>
-#include <stdbool.h>
 #include <string.h>
 
 /* Order matters to forks alone, which see all that their thread and others have stored. */
@@ -93,7 +93,7 @@ static int open_null(struct rf_descriptors *descriptors)
 	return 0;
 }
 
-int rf_descriptors_add(struct rf_descriptors *descriptors, int fd)
+int rf_descriptors_add(struct rf_descriptors *descriptors, int fd, bool mapped)
 {
 	struct rf_descriptor *item;
 	struct rf_file file;
@@ -106,6 +106,10 @@ int rf_descriptors_add(struct rf_descriptors *descriptors, int fd)
 		return rc;
 	/* Its number may be that of one that was closed behind our back. */
 	item = find(descriptors, fd + 1);
+	if (item && is_still(item)) {
+		item->mapped |= mapped;
+		return 0;
+	}
 	if (!item)
 		item = find(descriptors, 0);
 	if (!item)
@@ -114,6 +118,7 @@ int rf_descriptors_add(struct rf_descriptors *descriptors, int fd)
 		return rc;
 	set_number(item, 0);
 	item->file = file;
+	item->mapped = mapped;
 	set_number(item, fd + 1);
 	return 0;
 }
@@ -149,8 +154,11 @@ void rf_descriptors_replace(struct rf_descriptors *descriptors)
 	(void)open_null(descriptors);
 	for (; block; block = block->next) {
 		for (i = 0; i < RF_DESCRIPTORS_BLOCK; i++) {
-			if (is_still(&block->items[i]))
+			if (is_still(&block->items[i])) {
 				replace(&descriptors->null, &block->items[i]);
+				if (block->items[i].mapped)
+					rf_mappings_replace(&block->items[i].file);
+			}
 			set_number(&block->items[i], 0);
 		}
 	}

@@ -13,6 +13,10 @@
  * nothing is counted. A number alone does not say that it is still the file that
  * was named: whoever closed it, and got the number again, keeps his.
  *
+ * A mapping keeps its file open as a descriptor does, and a queue of a device is
+ * one. Where such may exist the child looks through /proc/self/maps, which takes a
+ * microsecond a mapping, and puts zeros of its own in their place.
+ *
  * Writers hold the engine's lock.
  */
 #ifndef RF_DESCRIPTORS_H
@@ -20,8 +24,11 @@
 
 #include "sys.h"
 
+#include <stdbool.h>
+
 struct rf_descriptor {
 	int number;		/* the descriptor + 1; 0: a free item */
+	bool mapped;		/* what is mapped from the file goes too */
 	struct rf_file file;
 };
 
@@ -37,13 +44,16 @@ struct rf_descriptors {
 	struct rf_descriptor null;	/* /dev/null, kept open while there are items */
 };
 
-/* -EBADF, -EMFILE, -ENOMEM, whatever opening /dev/null says: nothing has changed. */
-int rf_descriptors_add(struct rf_descriptors *descriptors, int fd);
+/*
+ * -EBADF, -EMFILE, -ENOMEM, whatever opening /dev/null says: nothing has changed.
+ * Once more for the same file: it is mapped if either says so.
+ */
+int rf_descriptors_add(struct rf_descriptors *descriptors, int fd, bool mapped);
 
 /* -ENOENT: it is not there. */
 int rf_descriptors_remove(struct rf_descriptors *descriptors, int fd);
 
-/* In a forked child: put /dev/null in the place of each, and forget them. */
+/* In a forked child: put /dev/null and zeros in their places, and forget them. */
 void rf_descriptors_replace(struct rf_descriptors *descriptors);
 
 #endif

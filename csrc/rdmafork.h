@@ -59,6 +59,8 @@ enum rf_policy {
 #define RF_HELD		1u	/* it stays mapped, as it is, until rf_release() */
 /* Return -EAGAIN rather than wait for a lock or enter the kernel. */
 #define RF_NOWAIT	2u
+/* What may be mapped from a descriptor is not for children either. */
+#define RF_MAPPED	4u
 
 /* Causes that need different cures, beside the errno that is returned. */
 enum rf_cause {
@@ -140,7 +142,10 @@ RF_API uint32_t rf_generation(void);
 /*
  * A forked child gets /dev/null in the place of descriptor @fd, before fork()
  * returns there: a device's, through which it would reach the parent's objects.
- * Works without rf_fork_init(). In a child of a raw clone() nothing is replaced.
+ * With RF_MAPPED in @flags, then or later, private zeros take the place of all that
+ * is mapped from its file, as a mapping keeps a file open too: the child looks for
+ * them, a microsecond a mapping. Works without rf_fork_init(). In a child of a raw
+ * clone() nothing is replaced.
  * To open a device and name its descriptors without a fork in between:
  *
  *	do {
@@ -151,7 +156,7 @@ RF_API uint32_t rf_generation(void);
  * rf_descriptor_release() comes before the close. -EBADF, -EMFILE, -ENOMEM,
  * -EDEADLK; -ENOENT: it was not omitted.
  */
-RF_API int rf_descriptor_omit(int fd);
+RF_API int rf_descriptor_omit(int fd, unsigned int flags);
 RF_API int rf_descriptor_release(int fd);
 
 /* A number that grows with every fork() through libc; 0 while one is under way. */

@@ -229,13 +229,13 @@ RF_API int rf_handle_state(struct rf_handle handle)
 	return rc;
 }
 
-RF_API int rf_descriptor_omit(int fd)
+RF_API int rf_descriptor_omit(int fd, unsigned int flags)
 {
 	int rc = rf_enter(0);
 
 	if (rc < 0)
 		return rc;
-	rc = rf_descriptors_add(&rf_engine.descriptors, fd);
+	rc = rf_descriptors_add(&rf_engine.descriptors, fd, flags & RF_MAPPED);
 	rf_leave();
 	return rc;
 }

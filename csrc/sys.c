@@ -145,6 +145,16 @@ int rf_sys_reserve(uintptr_t start, size_t nbytes)
 	return -EEXIST;
 }
 
+int rf_sys_map_over(uintptr_t start, size_t nbytes)
+{
+	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+	intptr_t rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, (intptr_t)mmap((void *)start, nbytes, PROT_READ | PROT_WRITE, flags, -1, 0));
+	return rc < 0 && rc > -4096 ? (int)rc : 0;
+}
+
 int rf_sys_open(const char *path, int access)
 {
 	int rc;

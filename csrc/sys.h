@@ -44,6 +44,8 @@ ssize_t rf_sys_madvise_many(const struct iovec *ranges, unsigned int count, int 
 int rf_sys_map(size_t nbytes, void **out);
 int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out);
 int rf_sys_unmap(void *start, size_t nbytes);
+/* Put private zeros in the place of what is mapped in [@start, @start + @nbytes). */
+int rf_sys_map_over(uintptr_t start, size_t nbytes);
 /* Make [@start, @start + @nbytes) inaccessible, and taken. -EEXIST: something is mapped there. */
 int rf_sys_reserve(uintptr_t start, size_t nbytes);
 

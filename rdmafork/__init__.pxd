@@ -8,6 +8,7 @@ cdef extern from "rdmafork.h" nogil:
         RF_ABI
         RF_HELD
         RF_NOWAIT
+        RF_MAPPED
 
     enum rf_mode:
         RF_MODE_NONE
@@ -61,7 +62,7 @@ cdef extern from "rdmafork.h" nogil:
     int rf_handle_state(rf_handle handle)
     uint32_t rf_generation()
 
-    int rf_descriptor_omit(int fd)
+    int rf_descriptor_omit(int fd, unsigned int flags)
     int rf_descriptor_release(int fd)
     uint64_t rf_forks()
 

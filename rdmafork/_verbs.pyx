@@ -327,6 +327,7 @@ cdef class Context(Parent):
     Source: ibv_open_device(3).
     """
     cdef ibv_context *context
+    cdef bint has_queues    # or may have, of other code
     cdef readonly object device
 
     def __init__(self, device):
@@ -362,6 +363,7 @@ cdef class Context(Parent):
     def address(self):
         """The struct ibv_context's, for other code's verbs calls while this is open."""
         check_open(self)
+        expect_queues(self)
         return <uintptr_t>self.context
 
     def alloc_pd(self):
@@ -390,6 +392,20 @@ cdef class Context(Parent):
         return f"<rdmafork.Context {getattr(self.device, 'name', '-')}, {describe('open', self)}>"
 
 
+cdef int expect_queues(Context self) except -1:
+    """Other code may make queues, mapped from the device's file: a child gets none of them."""
+    cdef int rc
+    if self.has_queues:
+        return 0
+    with nogil:
+        rc = rf_descriptor_omit(self.context.cmd_fd, RF_MAPPED)
+    self.has_queues = rc >= 0
+    if rc < 0:
+        raise OSError(-rc, f"the queues of {self.device.name} cannot be kept from children: "
+                      f"{os.strerror(-rc)}")
+    return 0
+
+
 cdef int close_context(ibv_context *context) except -1:
     with nogil:
         # A child made after this may keep the descriptors, of a context that has nothing.
@@ -412,9 +428,9 @@ cdef ibv_context *open_between_forks(bytes name, object guid) except NULL:
             continue
         context = open_listed(name, guid)
         with nogil:
-            rc = rf_descriptor_omit(context.cmd_fd)
+            rc = rf_descriptor_omit(context.cmd_fd, 0)
             if rc >= 0:
-                rc = rf_descriptor_omit(context.async_fd)
+                rc = rf_descriptor_omit(context.async_fd, 0)
         if rc >= 0 and rf_forks() == before:
             return context
         close_context(context)
@@ -509,6 +525,8 @@ cdef class ProtectionDomain(Parent):
     def address(self):
         """The struct ibv_pd's, for other code's verbs calls while this is open."""
         check_open(self)
+        if self.context is not None:
+            expect_queues(self.context)
         return <uintptr_t>self.pd
 
     def register(self, buffer, access=None, on_fork="omit"):

@@ -85,7 +85,7 @@ static void a_child_finds_dev_null(void)
 	int device = open_device(), event = eventfd(0, EFD_CLOEXEC), other = open_device();
 	size_t before = descriptors();
 
-	CHECK(rf_descriptor_omit(device) == 0 && rf_descriptor_omit(event) == 0);
+	CHECK(rf_descriptor_omit(device, 0) == 0 && rf_descriptor_omit(event, 0) == 0);
 	CHECK(in_child(is_null_for_grandchildren, device));
 	CHECK(in_child(is_null, event));
 	CHECK(in_child(is_device, other));
@@ -107,7 +107,7 @@ static void any_number_of_them(void)
 
 	for (i = 0; i < COUNT_OF(fds); i++) {
 		fds[i] = open_device();
-		CHECK(rf_descriptor_omit(fds[i]) == 0);
+		CHECK(rf_descriptor_omit(fds[i], 0) == 0);
 	}
 	for (i = 0; i < COUNT_OF(fds); i++)
 		CHECK(in_child(is_null, fds[i]));
@@ -121,22 +121,99 @@ static void a_number_that_names_another_file_stays(void)
 {
 	int device = open_device(), other = open("/dev/full", O_RDWR);
 
-	CHECK(rf_descriptor_omit(device) == 0);
+	CHECK(rf_descriptor_omit(device, 0) == 0);
 	CHECK(dup2(other, device) == device);
 	CHECK(!in_child(is_null, device));
 	/* And may be omitted in its turn. */
-	CHECK(rf_descriptor_omit(device) == 0);
+	CHECK(rf_descriptor_omit(device, 0) == 0);
 	CHECK(in_child(is_null, device));
 	CHECK(rf_descriptor_release(device) == 0);
 	CHECK(!in_child(is_null, device));
 	CHECK(rf_descriptor_release(device) == -ENOENT);
 }
 
+static char *from_file, *of_another;
+
+static bool is_private_zeros(int unused)
+{
+	(void)unused;
+	if (from_file[0] || from_file[check_page] || of_another[0] != 'b')
+		return false;
+	from_file[0] = 'c';
+	return true;
+}
+
+static bool is_shared(int unused)
+{
+	(void)unused;
+	from_file[1] = 'd';
+	return from_file[0] == 'a';
+}
+
+static char *map_file(int *fd, char first)
+{
+	FILE *file = tmpfile();
+	char *memory;
+
+	CHECK(file);
+	*fd = fileno(file);
+	CHECK(ftruncate(*fd, (off_t)(2 * check_page)) == 0);
+	memory = mmap(NULL, 2 * check_page, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+	CHECK(memory != MAP_FAILED);
+	memset(memory, first, 2 * check_page);
+	return memory;
+}
+
+/* A device's queues, say, which keep it open as its descriptor does. */
+static void what_is_mapped_from_it_goes_too(void)
+{
+	int fd, other;
+
+	from_file = map_file(&fd, 'a');
+	of_another = map_file(&other, 'b');
+	CHECK(rf_descriptor_omit(fd, 0) == 0 && rf_descriptor_omit(other, 0) == 0);
+	CHECK(in_child(is_shared, 0) && from_file[1] == 'd');
+	CHECK(rf_descriptor_omit(fd, RF_MAPPED) == 0);
+	/* Once said it stays so. */
+	CHECK(rf_descriptor_omit(fd, 0) == 0);
+	CHECK(in_child(is_private_zeros, 0) && in_child(is_null, fd));
+	CHECK(from_file[0] == 'a');
+	CHECK(rf_descriptor_release(fd) == 0);
+	CHECK(in_child(is_shared, 0));
+	CHECK(rf_descriptor_omit(fd, 0) == 0);
+	CHECK(in_child(is_shared, 0));
+	CHECK(rf_descriptor_release(fd) == 0 && rf_descriptor_release(other) == 0);
+}
+
+/* More text than is read at once, and names that are longer. */
+static void among_very_many_mappings(void)
+{
+	char *memory = check_map(4000), name[200];
+	size_t i;
+	int fd, other;
+
+	for (i = 0; i < 4000; i += 2)
+		CHECK(mprotect(memory + i * check_page, check_page, PROT_READ) == 0);
+	for (i = 0; i < 40; i++) {
+		snprintf(name, sizeof(name), "/tmp/%0*zu-%d", (int)(20 + 3 * i), i, getpid());
+		fd = open(name, O_RDWR | O_CREAT, 0600);
+		CHECK(fd >= 0 && unlink(name) == 0);
+		CHECK(ftruncate(fd, (off_t)check_page) == 0);
+		CHECK(mmap(NULL, check_page, PROT_READ, MAP_SHARED, fd, 0) != MAP_FAILED);
+		close(fd);
+	}
+	from_file = map_file(&fd, 'a');
+	of_another = map_file(&other, 'b');
+	CHECK(rf_descriptor_omit(fd, RF_MAPPED) == 0);
+	CHECK(in_child(is_private_zeros, 0));
+	CHECK(rf_descriptor_release(fd) == 0);
+}
+
 static void bad_numbers_are_refused(void)
 {
 	size_t before = descriptors();
 
-	CHECK(rf_descriptor_omit(-1) == -EBADF && rf_descriptor_omit(500) == -EBADF);
+	CHECK(rf_descriptor_omit(-1, 0) == -EBADF && rf_descriptor_omit(500, 0) == -EBADF);
 	CHECK(rf_descriptor_release(-1) == -ENOENT && rf_descriptor_release(500) == -ENOENT);
 	CHECK(descriptors() == before);
 }
@@ -151,7 +228,7 @@ static void the_reserve_may_be_lost(void)
 	const struct rlimit none = { 0, 0 };
 	int device = open_device();
 
-	CHECK(rf_descriptor_omit(device) == 0);
+	CHECK(rf_descriptor_omit(device, 0) == 0);
 	CHECK(is_null(reserve()));
 	close(reserve());
 	CHECK(in_child(is_null, device));
@@ -176,7 +253,7 @@ static bool fails_at_every_call(int fd)
 		int rc;
 
 		rf_sys_fail(nth, EMFILE);
-		rc = rf_descriptor_omit(fd);
+		rc = rf_descriptor_omit(fd, 0);
 		rf_sys_fail(0, 0);
 		if (rf_sys_faults() == seen) {
 			CHECK(rc == 0 && rf_descriptor_release(fd) == 0);
@@ -202,7 +279,7 @@ static void failures_change_nothing(void)
 	CHECK(fails_at_every_call(device));
 	for (i = 0; i < COUNT_OF(fds); i++) {
 		fds[i] = open_device();
-		CHECK(rf_descriptor_omit(fds[i]) == 0);
+		CHECK(rf_descriptor_omit(fds[i], 0) == 0);
 	}
 	/* Where a block is to be had, too. */
 	CHECK(fails_at_every_call(device));
@@ -234,7 +311,7 @@ static void a_child_that_cannot_duplicate_closes(void)
 	int device = open_device();
 	unsigned long nth;
 
-	CHECK(rf_descriptor_omit(device) == 0);
+	CHECK(rf_descriptor_omit(device, 0) == 0);
 	/* The reserve looked at, this one looked at, duplicated. */
 	for (nth = 3; nth < 8; nth++) {
 		failing = nth;
@@ -249,7 +326,7 @@ static void a_raw_clone_may_share_them(void)
 	int device = open_device();
 	pid_t pid;
 
-	CHECK(rf_descriptor_omit(device) == 0);
+	CHECK(rf_descriptor_omit(device, 0) == 0);
 	pid = (pid_t)syscall(SYS_clone, CLONE_FILES | SIGCHLD, NULL, NULL, NULL, NULL);
 	if (!pid) {
 		(void)rf_generation();
@@ -295,7 +372,7 @@ static void *open_and_close(void *unused)
 		int fd = open("/dev/full", O_RDWR | O_CLOEXEC);
 
 		CHECK(fd >= 0 && fd < (int)COUNT_OF(omitted));
-		CHECK(rf_descriptor_omit(fd) == 0);
+		CHECK(rf_descriptor_omit(fd, 0) == 0);
 		if (before && rf_forks() == before) {
 			__atomic_store_n(&omitted[fd], 1, __ATOMIC_SEQ_CST);
 			sched_yield();
@@ -342,6 +419,8 @@ int main(int argc, char **argv)
 		SCENARIO(a_child_finds_dev_null),
 		SCENARIO(any_number_of_them),
 		SCENARIO(a_number_that_names_another_file_stays),
+		SCENARIO(what_is_mapped_from_it_goes_too),
+		SCENARIO(among_very_many_mappings),
 		SCENARIO(bad_numbers_are_refused),
 		SCENARIO(the_reserve_may_be_lost),
 		SCENARIO(failures_change_nothing),

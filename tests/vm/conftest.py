@@ -54,7 +54,7 @@ def device():
 
 @pytest.fixture(scope="session")
 def rc(device, tmp_path_factory):
-    """The helper of rc.c on this device."""
+    """What rc.c offers, on this device."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not shutil.which(compiler[0]):
         lacking(f"there is no C compiler ({compiler[0]})")

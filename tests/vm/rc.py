@@ -32,7 +32,7 @@ PIECE = 64  # bytes of every page, where moving all of them takes too long
 TIMEOUT = 60_000  # ms; an emulated processor is slow
 
 
-# ---- the helper in C --------------------------------------------------------------------
+# ---- the part in C ----------------------------------------------------------------------
 
 
 class Job(ctypes.Structure):
@@ -198,7 +198,7 @@ class Pair:
 
 
 class Ours:
-    """A context and a protection domain of rdmafork, in the shape the helper wants."""
+    """A context and a protection domain of rdmafork, in the shape rc.c wants."""
 
     def __init__(self, rc):
         self.device = rdmafork.Context(rc.device)

@@ -4,11 +4,10 @@ Each test moves data over a connection, forks, lets the parent and the child wri
 (the parent first: it is then that copy-on-write moves its page), and moves data again.
 """
 
-import contextlib
 import ctypes
+import errno
 import mmap
 import os
-from pathlib import Path
 
 import pytest
 from conftest import MAP_NORESERVE, PAGE, fork_once, fresh, libc, map_at
@@ -149,11 +148,16 @@ def test_a_region_over_four_gib_is_reached_to_its_end(rc):
     buffer = (ctypes.c_char * (chunk * times)).from_address(first)
     ours = Ours(rc)
     pair = rc.pair(ours.context, ours.pd)
-    # For its 1.3 million pages rdma_rxe takes memory that is free now, and waits for none.
-    with contextlib.suppress(OSError):
-        Path("/proc/sys/vm/drop_caches").write_text("1\n")
     before = pinned()
-    far = ours.register(buffer)
+    try:
+        far = ours.register(buffer)
+    except OSError as error:
+        assert error.errno == errno.ENOMEM
+        assert (pinned(), rdmafork.protected_ranges()) == (before, [])
+        with pytest.raises(OSError):
+            rc.register(ours.pd, buffer)
+        # rdma_rxe of 6.12.107 takes it, that of 6.12.117 refuses 3 GiB already.
+        pytest.skip(f"{rc.device} takes no region of 5 GiB on {os.uname().release}, bare or not")
     assert far.nbytes == chunk * times and pinned() - before == chunk * times
     near = ours.register(memory("base", 100_001))
     fork_once()

@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -279,6 +280,30 @@ def fork_once():
     if not pid:
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+# ---- threads ----------------------------------------------------------------------------
+
+
+def in_threads(functions):
+    """Run all at once and raise the first failure of any."""
+    failures = []
+    ready = threading.Barrier(len(functions))
+
+    def guarded(function):
+        try:
+            ready.wait()
+            function()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 # ---- memory -----------------------------------------------------------------------------

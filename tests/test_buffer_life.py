@@ -25,6 +25,7 @@ from conftest import (
     fork_once,
     fresh,
     huge_page_pool,
+    in_threads,
     is_mapped,
     libc,
     map_at,
@@ -204,27 +205,6 @@ def test_workers_of_multiprocessing(mode):
 # ---- threads ------------------------------------------------------------------------------
 
 
-def in_threads(*functions):
-    """Run all at once and raise the first failure of any."""
-    failures = []
-    ready = threading.Barrier(len(functions))
-
-    def guarded(function):
-        try:
-            ready.wait()
-            function()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(f,)) for f in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
 @both_modes
 @fresh
 def test_threads_that_close_the_same_one(mode):
@@ -233,7 +213,7 @@ def test_threads_that_close_the_same_one(mode):
     lines = len(smaps())
     for _ in range(200):
         buffer = Buffer(PAGE)
-        in_threads(*[buffer.close] * 4)
+        in_threads([buffer.close] * 4)
         assert buffer.closed
     assert rdmafork.stats().registrations == 0 and len(smaps()) <= lines + 20
 
@@ -268,7 +248,7 @@ def test_views_are_exported_while_others_close(mode):
 
     for _ in range(100):
         buffer = Buffer(3 * PAGE)
-        in_threads(lambda: views(buffer), lambda: views(buffer), lambda: closes(buffer))  # noqa: B023
+        in_threads([lambda: views(buffer), lambda: views(buffer), lambda: closes(buffer)])  # noqa: B023
     assert refused and rdmafork.stats().registrations == 0
 
 
@@ -313,7 +293,7 @@ def test_forks_while_others_make_use_and_close(mode):
         finally:
             stop.set()
 
-    in_threads(makes, makes, forks)
+    in_threads([makes, makes, forks])
     assert made > 10 and rdmafork.stats().registrations == 0
     assert rdmafork.protected_ranges() == []
 

@@ -5,7 +5,6 @@ import itertools
 import random
 import subprocess
 import sys
-import threading
 
 import pytest
 from conftest import (
@@ -14,6 +13,7 @@ from conftest import (
     child,
     fork_once,
     fresh,
+    in_threads,
     private_map,
     smaps,
     vm_flags,
@@ -22,27 +22,6 @@ from conftest import (
 import rdmafork
 
 both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
-
-
-def in_threads(functions):
-    """Run all at once and raise the first failure of any."""
-    failures = []
-    ready = threading.Barrier(len(functions))
-
-    def guarded(function):
-        try:
-            ready.wait()
-            function()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 @both_modes

@@ -6,11 +6,6 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#ifndef MADV_WIPEONFORK /* Linux 4.14 */
-#define MADV_WIPEONFORK 18
-#define MADV_KEEPONFORK 19
-#endif
-
 void rf_advisor_init(struct rf_advisor *advisor, enum rf_policy policy,
 		     const struct rf_advisor *beside)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "descriptors.h"
-#include "mappings.h"
+#include "vma.h"
 
 #include <errno.h>
 #include <string.h>
@@ -157,7 +157,7 @@ void rf_descriptors_replace(struct rf_descriptors *descriptors)
 			if (is_still(&block->items[i])) {
 				replace(&descriptors->null, &block->items[i]);
 				if (block->items[i].mapped)
-					rf_mappings_replace(&block->items[i].file);
+					rf_vma_replace_file(&block->items[i].file);
 			}
 			set_number(&block->items[i], 0);
 		}

@@ -10,6 +10,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/mman.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 
@@ -31,6 +32,11 @@ struct rf_vma {
 	uint8_t writable;
 	uint8_t anonymous;	/* no file behind it */
 };
+
+#ifndef MADV_WIPEONFORK /* Linux 4.14 */
+#define MADV_WIPEONFORK 18
+#define MADV_KEEPONFORK 19
+#endif
 
 int rf_sys_madvise(uintptr_t start, size_t nbytes, int advice);
 

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <string.h>
 #include <sys/auxv.h>
+#include <sys/sysmacros.h>
 
 static uint8_t base_shift(void)
 {
@@ -41,9 +42,9 @@ static bool parse_hex(const char *line, size_t length, size_t *at, uint64_t *val
 }
 
 /* "7f00-7f10 rw-p 00000000 00:00 0     path" */
-bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma)
+static bool parse(const char *line, size_t length, struct rf_vma *vma, struct rf_file *file)
 {
-	uint64_t start, end, skipped;
+	uint64_t start, end, skipped, device_major, device_minor;
 	size_t at = 0, permissions;
 
 	if (!parse_hex(line, length, &at, &start) || at >= length || line[at++] != '-')
@@ -56,9 +57,9 @@ bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma)
 		return false;
 	if (!parse_hex(line, length, &at, &skipped) || at >= length || line[at++] != ' ')
 		return false;
-	if (!parse_hex(line, length, &at, &skipped) || at >= length || line[at++] != ':')
+	if (!parse_hex(line, length, &at, &device_major) || at >= length || line[at++] != ':')
 		return false;
-	if (!parse_hex(line, length, &at, &skipped) || at >= length || line[at++] != ' ')
+	if (!parse_hex(line, length, &at, &device_minor) || at >= length || line[at++] != ' ')
 		return false;
 	if (at >= length || line[at] < '0' || line[at] > '9')
 		return false;
@@ -68,7 +69,17 @@ bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma)
 	vma->shared = line[permissions + 3] == 's' || line[permissions + 3] == 'S';
 	vma->shift = base_shift();
 	vma->anonymous = line[at] == '0';
+	file->device = makedev((unsigned int)device_major, (unsigned int)device_minor);
+	for (file->inode = 0; at < length && line[at] >= '0' && line[at] <= '9'; at++)
+		file->inode = 10 * file->inode + (uint64_t)(line[at] - '0');
 	return true;
+}
+
+bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma)
+{
+	struct rf_file file;
+
+	return parse(line, length, vma, &file);
 }
 
 /* A file of /proc, line by line. */
@@ -112,6 +123,25 @@ static int next_line(struct text *text, const char **line, size_t *length)
 			return (int)rc;
 		text->used += (size_t)rc;
 	}
+}
+
+void rf_vma_replace_file(const struct rf_file *file)
+{
+	uint64_t questions = 0;
+	struct text text = { .questions = &questions };
+	struct rf_file mapped;
+	struct rf_vma vma;
+	const char *line;
+	size_t length;
+
+	text.fd = rf_sys_open("/proc/self/maps", RF_READ);
+	if (text.fd < 0)
+		return;
+	while (next_line(&text, &line, &length) > 0)
+		if (parse(line, length, &vma, &mapped) && mapped.device == file->device &&
+		    mapped.inode == file->inode)
+			(void)rf_sys_map_over(vma.start, vma.end - vma.start);
+	rf_sys_close(text.fd);
 }
 
 /* All of maps into the table. */

@@ -49,4 +49,11 @@ int rf_vma_find(struct rf_vma_reader *reader, uintptr_t address, struct rf_vma *
 /* What one line of maps says, with base pages assumed; false if it is no such line. */
 bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma);
 
+/*
+ * In a forked child: put private zeros in the place of all that is mapped from
+ * @file, so that the file is not kept open and a stale pointer into a device's
+ * queue reads and writes nothing of it. What cannot be read or mapped stays.
+ */
+void rf_vma_replace_file(const struct rf_file *file);
+
 #endif

@@ -5,10 +5,6 @@
 #include <stdbool.h>
 #include <sys/mman.h>
 
-#ifndef MADV_KEEPONFORK /* Linux 4.14 */
-#define MADV_KEEPONFORK 19
-#endif
-
 static struct rf_wiped_note *note_at(const struct rf_wiped *wiped, uint32_t number)
 {
 	struct rf_wiped_block *block = wiped->first;

@@ -7,12 +7,14 @@
 #include <sys/mman.h>
 
 void rf_advisor_init(struct rf_advisor *advisor, enum rf_policy policy,
-		     const struct rf_advisor *beside)
+		     const struct rf_advisor *beside, struct rf_edges *edges)
 {
 	memset(advisor, 0, sizeof(*advisor));
 	advisor->policy = policy;
 	advisor->beside = beside;
+	advisor->edges = edges;
 	rf_ranges_init(&advisor->ranges);
+	rf_ranges_init(&advisor->gaps);
 }
 
 void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel, bool whole,
@@ -30,6 +32,8 @@ void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel
 void rf_advisor_clear(struct rf_advisor *advisor)
 {
 	rf_ranges_clear(&advisor->ranges);
+	rf_ranges_clear(&advisor->gaps);
+	advisor->gap_bytes = 0;
 	advisor->dirty = false;
 	advisor->madvise_calls = 0;
 	advisor->reader.questions = 0;
@@ -40,10 +44,9 @@ void rf_advisor_clear(struct rf_advisor *advisor)
 
 void rf_advisor_abandon(struct rf_advisor *advisor)
 {
-	rf_memory_abandon(&advisor->ranges.leaves);
-	rf_memory_abandon(&advisor->ranges.directory);
+	rf_ranges_abandon(&advisor->ranges);
+	rf_ranges_abandon(&advisor->gaps);
 	rf_memory_abandon(&advisor->reader.table);
-	advisor->ranges.capacity = 0;
 }
 
 static uintptr_t down(uintptr_t address, unsigned int shift)
@@ -54,21 +57,6 @@ static uintptr_t down(uintptr_t address, unsigned int shift)
 static uintptr_t up(uintptr_t address, unsigned int shift)
 {
 	return down(address + ((uintptr_t)1 << shift) - 1, shift);
-}
-
-void rf_advise_extent(const struct rf_advisor *advisor, const struct rf_slot *slot,
-		      uintptr_t *start, uintptr_t *end)
-{
-	unsigned int base = (unsigned int)__builtin_ctz(advisor->kernel->page_size);
-
-	if (slot->start_shift)
-		*start = down(slot->start, slot->start_shift);
-	else
-		*start = advisor->whole ? down(slot->start, base) : up(slot->start, base);
-	if (slot->end_shift)
-		*end = up(slot->end, slot->end_shift);
-	else
-		*end = advisor->whole ? up(slot->end, base) : down(slot->end, base);
 }
 
 int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, int advice)
@@ -382,27 +370,12 @@ static int mark_now(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, 
 	return 0;
 }
 
-void rf_advise_extend(struct rf_advisor *advisor, struct rf_slot *slot, uintptr_t start,
-		      uintptr_t end, uint8_t flags)
-{
-	uintptr_t new_start, new_end;
-
-	rf_advise_extent(advisor, slot, &new_start, &new_end);
-	if (new_start >= new_end)
-		return;
-	if (start >= end)
-		start = end = new_end;
-	if (new_start < start)
-		rf_ranges_add(&advisor->ranges, new_start, start, flags);
-	if (end < new_end)
-		rf_ranges_add(&advisor->ranges, end, new_end, flags);
-}
-
 /*
  * madvise() refused: learn what is mapped, round to that, and try once more.
  * On failure what has been counted and marked so far is the caller's to undo.
  */
-static int ask_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, struct rf_error *error)
+static int ask_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, bool forking,
+			struct rf_error *error)
 {
 	bool held = slot->flags & RF_SLOT_HELD;
 	uintptr_t start, end, hole, at;
@@ -426,6 +399,8 @@ static int ask_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, struct
 	}
 	if (hole)
 		return -ENOMEM;
+	if (forking)
+		rf_edges_save(advisor->edges);
 	for (at = start; rf_advise_next_run(advisor, at, end, is_fresh_but_shared, &run);
 	     at = run.end)
 		rf_advise_unmark(advisor, run.start, run.end);
@@ -517,7 +492,7 @@ static void undo(struct rf_advisor *advisor, struct rf_slot *slot)
 	struct rf_run run;
 
 	rf_advise_extent(advisor, slot, &start, &end);
-	rf_ranges_sub(ranges, start, end);
+	rf_advise_uncount(advisor, slot, start, end);
 	for (at = start; rf_advise_next_run(advisor, at, end, is_fresh, &run); at = run.end) {
 		/* Marked or not: madvise() advises part of a range before it refuses. */
 		rf_ranges_set_mark(ranges, run.start, run.end, true);
@@ -553,25 +528,26 @@ int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking
 {
 	struct rf_ranges *ranges = &advisor->ranges;
 	bool held = slot->flags & RF_SLOT_HELD;
-	bool edges = !advisor->whole &&
-		     ((slot->start | slot->end) & (advisor->kernel->page_size - 1));
+	bool edges = (slot->start | slot->end) & (advisor->kernel->page_size - 1);
 	uintptr_t start, end;
 	int rc;
 
 	error->cause = RF_CAUSE_NONE;
 	*ask = held && edges;
 	/* Without /proc its edges are the kernel's to copy, huge pages or not. */
-	if (!held && edges && advisor->policy == RF_OMIT)
+	if (!held && edges && !advisor->whole && advisor->policy == RF_OMIT)
 		(void)ask_unheld_ends(advisor, slot);
 	rf_advise_extent(advisor, slot, &start, &end);
 	if (start >= end)
 		return 0;
-	rf_ranges_add(ranges, start, end, held ? 0 : RF_RANGE_DOUBT);
+	rf_advise_count(advisor, slot, start, end, held ? 0 : RF_RANGE_DOUBT);
 	rc = -EINVAL;
-	if (!forking)
+	if (forking && advisor->policy == RF_WIPE)
+		rf_edges_save(advisor->edges);
+	if (!forking || advisor->policy == RF_WIPE)
 		rc = mark_now(advisor, start, end, held, to_mark_now);
 	if (rc == -EINVAL && advisor->policy == RF_OMIT)
-		rc = ask_and_mark(advisor, slot, error);
+		rc = ask_and_mark(advisor, slot, forking, error);
 	rf_advise_extent(advisor, slot, &start, &end);
 	/* Also after a failure: what was marked anew, in doubt, may have become shared. */
 	advisor->dirty = true;
@@ -680,7 +656,7 @@ void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
 	rf_advise_extent(advisor, slot, &start, &end);
 	if (start >= end)
 		return;
-	rf_ranges_sub(ranges, start, end);
+	rf_advise_uncount(advisor, slot, start, end);
 	widen(advisor, &start, &end);
 	for (at = start; at < end && rf_advise_next_run(advisor, at, end, is_unwanted, &run);
 	     at = run.end)

@@ -26,7 +26,7 @@
 #ifndef RF_ADVISE_H
 #define RF_ADVISE_H
 
-#include "ranges.h"
+#include "edges.h"
 #include "registry.h"
 #include "vma.h"
 
@@ -40,6 +40,9 @@ struct rf_advisor {
 	bool required;		/* what is not marked is not left to the kernel */
 	const struct rf_advisor *beside;	/* takes of the same VMA budget */
 	struct rf_ranges ranges;
+	struct rf_ranges gaps;	/* what of them is not registered: see edges.h */
+	uint64_t gap_bytes;	/* of each registration */
+	struct rf_edges *edges;
 	const struct rf_kernel *kernel;
 	bool whole;		/* mark every page touched, not only those filled */
 	bool contested;		/* others may take marks away: every fold marks again */
@@ -51,7 +54,7 @@ struct rf_advisor {
 };
 
 void rf_advisor_init(struct rf_advisor *advisor, enum rf_policy policy,
-		     const struct rf_advisor *beside);
+		     const struct rf_advisor *beside, struct rf_edges *edges);
 
 /*
  * Nothing is counted yet. @whole: mark whole pages even where copying is trusted.
@@ -67,6 +70,9 @@ void rf_advisor_clear(struct rf_advisor *advisor);
 /* The same where the structures may not fit together: their memory is lost. */
 void rf_advisor_abandon(struct rf_advisor *advisor);
 
+/* Make room for @registrations, those counted included. -ENOMEM: nothing has changed. */
+int rf_advise_reserve(struct rf_advisor *advisor, uint32_t registrations);
+
 /* Runs of marked pages of all advisors: each takes at most two VMAs more. */
 static inline uint64_t rf_advise_runs(const struct rf_advisor *advisor)
 {
@@ -78,7 +84,8 @@ static inline uint64_t rf_advise_runs(const struct rf_advisor *advisor)
  * Count @slot, which is neither counted nor listed, and mark its pages before
  * returning. *@ask is set if what is mapped at its ends is to be asked by the
  * next fold. @forking: a child is being made, so shared memory may not bear a mark
- * for a moment. Negative: nothing has changed, and *@error says why.
+ * for a moment, and what the child is to get back is saved anew. Negative: nothing
+ * has changed, and *@error says why.
  */
 int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking, bool *ask,
 		  struct rf_error *error);

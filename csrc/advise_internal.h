@@ -29,8 +29,15 @@ void rf_advise_leave(struct rf_advisor *advisor, const struct rf_run *run);
 /* Learn the page sizes at the ends of @slot. The reader is open, here and below. */
 int rf_advise_ask_ends(struct rf_advisor *advisor, struct rf_slot *slot);
 
-/* Count what @slot covers now beyond [@start, @end), which it covered before. */
-void rf_advise_extend(struct rf_advisor *advisor, struct rf_slot *slot, uintptr_t start,
+/*
+ * Count @slot, which takes the pages [@start, @end); once less; and what it takes now
+ * beyond [@start, @end), which it took before. The ranges are the caller's to tidy.
+ */
+void rf_advise_count(struct rf_advisor *advisor, const struct rf_slot *slot, uintptr_t start,
+		     uintptr_t end, uint8_t flags);
+void rf_advise_uncount(struct rf_advisor *advisor, const struct rf_slot *slot, uintptr_t start,
+		       uintptr_t end);
+void rf_advise_extend(struct rf_advisor *advisor, const struct rf_slot *slot, uintptr_t start,
 		      uintptr_t end, uint8_t flags);
 
 /*

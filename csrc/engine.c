@@ -23,6 +23,7 @@ void rf_clear(void)
 	rf_registry_clear(&engine->registry);
 	rf_advisor_clear(&engine->advisor);
 	rf_advisor_clear(&engine->wiper);
+	rf_edges_clear(&engine->edges);
 	rf_guards_clear(&engine->guards);
 	engine->mode_inherited = engine->mode != RF_MODE_NONE;
 	engine->registered = false;

@@ -22,6 +22,7 @@
 
 #include "advise.h"
 #include "descriptors.h"
+#include "edges.h"
 #include "guards.h"
 #include "lock.h"
 #include "registry.h"
@@ -45,6 +46,7 @@ struct rf_engine {
 	struct rf_advisor advisor, wiper;	/* of RF_OMIT, of RF_WIPE */
 	struct rf_descriptors descriptors;
 	struct rf_wiped wiped;
+	struct rf_edges edges;
 	struct rf_guards guards;
 };
 

@@ -27,7 +27,8 @@ static void prepare(void)
 	engine->forks++;
 	rf_advise_fold(&engine->advisor, &engine->registry);
 	rf_advise_retry(&engine->wiper);
-	rf_guards_plan(&engine->guards, &engine->advisor.ranges);
+	rf_edges_save(&engine->edges);
+	rf_guards_plan(&engine->guards, &engine->advisor.ranges, &engine->edges);
 	rf_leave();
 }
 
@@ -47,7 +48,12 @@ static uint64_t unwiped;
 static void child(void)
 {
 	unwiped = 0;
-	/* Before anything here maps memory. */
+	/*
+	 * Before anything here maps memory. A fork inside the engine has saved nothing: what
+	 * there may be is another's.
+	 */
+	if (!rf_lock_is_mine(&rf_engine.lock))
+		rf_edges_restore(&rf_engine.edges);
 	rf_guards_raise(&rf_engine.guards);
 	(void)rf_notice_child();
 	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */
@@ -66,8 +72,12 @@ __attribute__((constructor)) static void install(void)
 	size_t nbytes = 64 * 1024; /* the largest base page */
 
 	rf_registry_init(&engine->registry);
-	rf_advisor_init(&engine->advisor, RF_OMIT, &engine->wiper);
-	rf_advisor_init(&engine->wiper, RF_WIPE, &engine->advisor);
+	rf_advisor_init(&engine->advisor, RF_OMIT, &engine->wiper, &engine->edges);
+	rf_advisor_init(&engine->wiper, RF_WIPE, &engine->advisor, &engine->edges);
+	engine->edges.omitted.pages = &engine->advisor.ranges;
+	engine->edges.omitted.gaps = &engine->advisor.gaps;
+	engine->edges.wiped.pages = &engine->wiper.ranges;
+	engine->edges.wiped.gaps = &engine->wiper.gaps;
 	if (rf_sys_map(nbytes, &page) >= 0 &&
 	    rf_sys_madvise((uintptr_t)page, nbytes, MADV_WIPEONFORK) >= 0)
 		engine->alive = page;

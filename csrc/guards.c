@@ -17,27 +17,58 @@ static void take(struct rf_guard_plan *plan, uintptr_t start, uintptr_t end, siz
 	plan->holes[plan->count++].end = end;
 }
 
-static void take_round(struct rf_guard_plan *plan, const struct rf_ranges *ranges, size_t round)
-{
-	struct rf_cursor cursor = { 0, 0 };
-	const struct rf_range *range = rf_ranges_at(ranges, cursor);
-	uintptr_t start = 0, end = 0;
+/* A place among the stretches that a child will have again. */
+struct edge {
+	uint32_t at;
+	bool found;
+	uintptr_t start, end;
+};
 
-	for (; range; range = rf_ranges_next(ranges, &cursor)) {
-		if (!range->mark)
-			continue;
-		if (range->start != end) {
-			if (start < end)
-				take(plan, start, end, round);
-			start = range->start;
-		}
-		end = range->end;
+static void next_edge(const struct rf_edges *edges, struct edge *edge)
+{
+	edge->found = rf_edges_next(edges, &edge->at, &edge->start, &edge->end);
+}
+
+/* A run of marked pages, less what is given back of it. */
+static void take_run(struct rf_guard_plan *plan, const struct rf_edges *edges, struct edge *edge,
+		     uintptr_t start, uintptr_t end, size_t round)
+{
+	while (edge->found && edge->end <= start)
+		next_edge(edges, edge);
+	for (; edge->found && edge->start < end; next_edge(edges, edge)) {
+		if (start < edge->start)
+			take(plan, start, edge->start, round);
+		start = edge->end;
+		if (end <= start)
+			return;
 	}
 	if (start < end)
 		take(plan, start, end, round);
 }
 
-void rf_guards_plan(struct rf_guards *guards, const struct rf_ranges *ranges)
+static void take_round(struct rf_guard_plan *plan, const struct rf_ranges *ranges,
+		       const struct rf_edges *edges, size_t round)
+{
+	struct rf_cursor cursor = { 0, 0 };
+	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+	struct edge edge = { .at = 0 };
+	uintptr_t start = 0, end = 0;
+
+	next_edge(edges, &edge);
+	for (; range; range = rf_ranges_next(ranges, &cursor)) {
+		if (!range->mark)
+			continue;
+		if (range->start != end) {
+			take_run(plan, edges, &edge, start, end, round);
+			start = range->start;
+		}
+		end = range->end;
+	}
+	take_run(plan, edges, &edge, start, end, round);
+}
+
+void rf_guards_plan(struct rf_guards *guards, const struct rf_ranges *ranges,
+		    const struct rf_edges *edges)
 {
 	struct rf_guard_plan *plan = &guards->plans[!guards->shown];
 	size_t round;
@@ -46,7 +77,7 @@ void rf_guards_plan(struct rf_guards *guards, const struct rf_ranges *ranges)
 		return;
 	plan->count = 0;
 	for (round = 0; round < ROUNDS && plan->count < RF_GUARDS; round++)
-		take_round(plan, ranges, round);
+		take_round(plan, ranges, edges, round);
 	__atomic_store_n(&guards->shown, !guards->shown, __ATOMIC_RELEASE);
 	guards->marks = ranges->marks;
 }
@@ -57,8 +88,8 @@ void rf_guards_raise(const struct rf_guards *guards)
 	uint32_t i;
 
 	for (i = 0; i < plan->count; i++)
-		(void)rf_sys_reserve(plan->holes[i].start,
-				     plan->holes[i].end - plan->holes[i].start);
+		(void)rf_sys_map_at(plan->holes[i].start,
+				    plan->holes[i].end - plan->holes[i].start, RF_NO_ACCESS);
 }
 
 void rf_guards_clear(struct rf_guards *guards)

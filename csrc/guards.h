@@ -13,7 +13,7 @@
 #ifndef RF_GUARDS_H
 #define RF_GUARDS_H
 
-#include "ranges.h"
+#include "edges.h"
 
 #define RF_GUARDS 1024
 
@@ -30,8 +30,9 @@ struct rf_guards {
 	uint64_t marks;		/* ranges->marks as it was planned */
 };
 
-/* The engine's lock is held: plan for the marks there are. */
-void rf_guards_plan(struct rf_guards *guards, const struct rf_ranges *ranges);
+/* The engine's lock is held: plan for the marks there are, less what is given back. */
+void rf_guards_plan(struct rf_guards *guards, const struct rf_ranges *ranges,
+		    const struct rf_edges *edges);
 
 /* In a child: reserve what was planned, where nothing is mapped. */
 void rf_guards_raise(const struct rf_guards *guards);

@@ -32,6 +32,13 @@ void rf_ranges_clear(struct rf_ranges *ranges)
 	ranges->capacity = capacity;
 }
 
+void rf_ranges_abandon(struct rf_ranges *ranges)
+{
+	rf_memory_abandon(&ranges->leaves);
+	rf_memory_abandon(&ranges->directory);
+	ranges->capacity = 0;
+}
+
 int rf_ranges_grow(struct rf_ranges *ranges, uint32_t count)
 {
 	/* Two neighbours hold at least as many as half of one that was split, and one more. */

@@ -85,7 +85,7 @@ struct rf_ranges {
 	uint32_t registrations;	/* of the last reservation */
 	uint32_t mark_edges;	/* addresses where marked meets unmarked */
 	uint64_t marked_bytes;
-	uint64_t marks;		/* changes with every change of a mark */
+	uint64_t marks;		/* changes with every change of a mark, or of a gap beside it */
 	uint32_t retries;	/* ranges with RF_RANGE_RETRY */
 };
 
@@ -98,6 +98,9 @@ void rf_ranges_init(struct rf_ranges *ranges);
 
 /* Forget everything and keep the memory, for a child that inherits it. */
 void rf_ranges_clear(struct rf_ranges *ranges);
+
+/* The same where its structures may not fit together: their memory is lost. */
+void rf_ranges_abandon(struct rf_ranges *ranges);
 
 /* Make room for @count ranges. -ENOMEM: nothing has changed. */
 int rf_ranges_grow(struct rf_ranges *ranges, uint32_t count);

@@ -80,12 +80,14 @@ enum rf_cause {
 	RF_CAUSE_KERNEL,	/* ENOSYS: no MADV_DONTFORK */
 	RF_CAUSE_OTHER_ENGINE,	/* EEXIST: another copy of librdmafork runs in this process */
 	RF_CAUSE_WIPE,		/* EINVAL: [start, end) cannot be wiped: a file's, huge pages */
+	/* No error: registered, but a child lacks what else is on the page [start, end). */
+	RF_CAUSE_SHARED_PAGE,
 };
 
 struct rf_error {
 	enum rf_cause cause;
 	uintptr_t start, end;	/* the range the cause speaks of, page aligned */
-	char text[256];		/* another engine's path; a variable and its value */
+	char text[256];		/* another engine, a variable and its value, what else is there */
 };
 
 /*
@@ -120,6 +122,8 @@ RF_API enum rf_mode rf_mode(void);
  * and IBV_FORK_SAFE; if one is set it calls rf_fork_init() and fails as that does.
  * Returns 1 if the memory is protected, 0 if rf_fork_init() was never called;
  * *@handle names the registration. No bytes at all is a registration of nothing.
+ * RF_CAUSE_SHARED_PAGE goes with success: where whole pages leave, children get back
+ * what else is on them, but for what fork() itself uses first.
  */
 RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 		       enum rf_policy policy, struct rf_handle *handle,

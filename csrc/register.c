@@ -2,8 +2,10 @@
 /* The ways in and out: of registrations, and of descriptors no child shall have. */
 #include "engine.h"
 #include "start.h"
+#include "touched.h"
 
 #include <errno.h>
+#include <stdio.h>
 
 /* Refuse what could never be registered, before anything is taken. */
 static int check_arguments(uintptr_t start, size_t nbytes, enum rf_policy policy,
@@ -120,6 +122,64 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 	return 0;
 }
 
+/* So that the fork to come need not ask for memory. */
+static int reserve_edges(struct rf_engine *engine)
+{
+	const struct rf_advisor *advisor = &engine->advisor, *wiper = &engine->wiper;
+
+	if (rf_likely(!advisor->gaps.count && !wiper->gaps.count))
+		return 0;
+	return rf_edges_reserve(&engine->edges, (uint64_t)advisor->gaps.count + wiper->gaps.count,
+				advisor->gap_bytes + wiper->gap_bytes);
+}
+
+/* Say so if children will lack what else is on @page. */
+static bool name_lost(const struct rf_engine *engine, uintptr_t page, struct rf_error *error)
+{
+	size_t page_size = engine->edges.page_size;
+	const char *what = "all else there, as process_vm_readv() is refused";
+
+	if (rf_likely(!engine->edges.forbidden))
+		what = rf_touched_by_fork(page, page_size);
+	if (rf_likely(!what))
+		return false;
+	error->start = page;
+	error->end = page + page_size;
+	error->cause = RF_CAUSE_SHARED_PAGE;
+	snprintf(error->text, sizeof(error->text), "%s", what);
+	return true;
+}
+
+/* The same of the first and the last page of the counted @slot, if others share them. */
+static void name_lost_pages(const struct rf_engine *engine, const struct rf_slot *slot,
+			    struct rf_error *error)
+{
+	uintptr_t mask = engine->edges.page_size - 1;
+
+	if (!engine->advisor.whole)
+		return;
+	if (!slot->start_shift && slot->start & mask &&
+	    name_lost(engine, slot->start & ~mask, error))
+		return;
+	if (!slot->end_shift && slot->end & mask)
+		(void)name_lost(engine, slot->end & ~mask, error);
+}
+
+/* The slot is counted: it stays so, or nothing has changed. */
+static int settle(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
+		  struct rf_error *error)
+{
+	if (rf_unlikely(reserve_edges(engine) < 0)) {
+		if (slot->flags & RF_SLOT_LISTED)
+			rf_registry_unlist(&engine->registry, index);
+		uncount(engine, slot);
+		error->cause = RF_CAUSE_ENGINE_MEMORY;
+		return -ENOMEM;
+	}
+	name_lost_pages(engine, slot, error);
+	return 0;
+}
+
 /* The engine is entered. */
 static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 			    enum rf_policy policy, struct rf_handle *handle,
@@ -132,8 +192,7 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 
 	rc = rf_registry_reserve(&engine->registry);
 	if (rf_likely(rc >= 0))
-		rc = rf_ranges_reserve(policy == RF_WIPE ? &engine->wiper.ranges
-							 : &engine->advisor.ranges,
+		rc = rf_advise_reserve(policy == RF_WIPE ? &engine->wiper : &engine->advisor,
 				       engine->registry.live + 1);
 	if (rf_unlikely(rc < 0)) {
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
@@ -153,6 +212,8 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 		return 0;
 	}
 	rc = protect(engine, slot, index, flags, error);
+	if (rc >= 0 && slot->flags & RF_SLOT_COUNTED)
+		rc = settle(engine, slot, index, error);
 	if (rf_unlikely(rc < 0)) {
 		rf_registry_put(&engine->registry, index);
 		handle->serial = 0;

@@ -142,12 +142,13 @@ static int start(enum rf_mode mode, bool any, bool whole, struct rf_error *error
 	if (rc < 0)
 		return rc;
 	if (rf_registry_reserve(&engine->registry) < 0 ||
-	    rf_ranges_reserve(&engine->advisor.ranges, 1) < 0) {
+	    rf_advise_reserve(&engine->advisor, 1) < 0) {
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
 	rf_advisor_start(&engine->advisor, kernel, whole, environment_starts());
 	rf_advisor_start(&engine->wiper, kernel, whole, false);
+	rf_edges_start(&engine->edges, kernel->page_size);
 	__atomic_store_n(&engine->environment_read, true, __ATOMIC_RELAXED);
 	/* After all that a child of another thread's fork finds with it. */
 	__atomic_store_n(&engine->mode, mode, __ATOMIC_RELEASE);

@@ -128,21 +128,31 @@ int rf_sys_unmap(void *start, size_t nbytes)
 #define MAP_FIXED_NOREPLACE 0x100000
 #endif
 
-int rf_sys_reserve(uintptr_t start, size_t nbytes)
+int rf_sys_map_at(uintptr_t start, size_t nbytes, int access)
 {
 	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+	const int protection = access == RF_NO_ACCESS ? PROT_NONE : PROT_READ | PROT_WRITE;
 	void *memory;
 	intptr_t rc;
 
 	RETURN_IF_INJECTED();
 	memory = NULL;
-	KERNEL(rc, (intptr_t)(memory = mmap((void *)start, nbytes, PROT_NONE, flags, -1, 0)));
+	KERNEL(rc, (intptr_t)(memory = mmap((void *)start, nbytes, protection, flags, -1, 0)));
 	if (memory == MAP_FAILED)
 		return (int)rc;
 	if ((uintptr_t)memory == start)
 		return 0;
 	munmap(memory, nbytes);
 	return -EEXIST;
+}
+
+ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count)
+{
+	ssize_t rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, process_vm_readv(getpid(), to, 1, from, count, 0));
+	return rc;
 }
 
 int rf_sys_map_over(uintptr_t start, size_t nbytes)

@@ -52,11 +52,18 @@ int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out);
 int rf_sys_unmap(void *start, size_t nbytes);
 /* Put private zeros in the place of what is mapped in [@start, @start + @nbytes). */
 int rf_sys_map_over(uintptr_t start, size_t nbytes);
-/* Make [@start, @start + @nbytes) inaccessible, and taken. -EEXIST: something is mapped there. */
-int rf_sys_reserve(uintptr_t start, size_t nbytes);
 
 #define RF_READ		0
 #define RF_READ_WRITE	1
+#define RF_NO_ACCESS	2
+
+/* Private zeros, with that access, where nothing is mapped. -EEXIST: something is. */
+int rf_sys_map_at(uintptr_t start, size_t nbytes, int access);
+/*
+ * Copy from @count stretches of this process's memory to one, faulting at none.
+ * Returns the bytes copied, up to the first that cannot be.
+ */
+ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count);
 
 int rf_sys_open(const char *path, int access);
 ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes);

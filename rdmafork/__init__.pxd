@@ -39,6 +39,7 @@ cdef extern from "rdmafork.h" nogil:
         RF_CAUSE_KERNEL
         RF_CAUSE_OTHER_ENGINE
         RF_CAUSE_WIPE
+        RF_CAUSE_SHARED_PAGE
 
     struct rf_error:
         rf_cause cause

@@ -26,6 +26,7 @@ from rdmafork._results import (
     InheritedError,
     KernelInfo,
     ProtectedRange,
+    SharedPageWarning,
     Stats,
     UnprotectedWarning,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "Buffer",
     "InheritedError",
     "UnprotectedWarning",
+    "SharedPageWarning",
     "protected_ranges",
     "ProtectedRange",
     "stats",

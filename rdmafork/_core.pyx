@@ -30,6 +30,7 @@ from rdmafork._results import (
     InheritedError,
     KernelInfo,
     ProtectedRange,
+    SharedPageWarning,
     Stats,
     UnprotectedWarning,
 )
@@ -252,6 +253,8 @@ cdef int protect(Registration self, unsigned int flags, rf_policy policy) except
     self.open = True
     if rc == 0:
         warn_unprotected()
+    elif error.cause == RF_CAUSE_SHARED_PAGE:
+        warn_shared_page(self, &error)
     return 0
 
 
@@ -263,6 +266,15 @@ cdef int warn_unprotected() except -1:
     warnings.warn(
         "memory is registered before rdmafork.fork_init(), so nothing protects it from fork(); "
         "call fork_init() first, or set RDMAV_FORK_SAFE=1", UnprotectedWarning)
+    return 0
+
+
+cdef int warn_shared_page(Registration self, rf_error *error) except -1:
+    warnings.warn(
+        f"forked children lack the page 0x{error.start:x}, on which the {self.length} bytes "
+        f"registered at 0x{self.start:x} begin or end, and with it {error.text.decode()}; they may "
+        f"die of that. Register a rdmafork.Buffer, which shares its pages with nothing",
+        SharedPageWarning)
     return 0
 
 

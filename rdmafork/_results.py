@@ -19,6 +19,16 @@ class UnprotectedWarning(RuntimeWarning):
     __module__ = "rdmafork"
 
 
+class SharedPageWarning(RuntimeWarning):
+    """Memory was registered on a page that forked children need, and will not have.
+
+    Only where whole pages leave children: on kernels whose copying at fork cannot be
+    trusted, and with RDMAFORK_EDGES=whole.
+    """
+
+    __module__ = "rdmafork"
+
+
 class ForkStatus(IntEnum):
     """What protects registered memory from fork(); see is_fork_initialized()."""
 

@@ -7,6 +7,8 @@ A page is what the kernel maps at once: 4 KiB, or 2 MiB in hugetlb. The rules:
   registration fills it, or, with whole edges, by any byte registered in it.
 - Shared memory is always *present*: fork() does not move it.
 - All else is *present*: the child keeps what it owns.
+- Of an absent page the child is *given back* the base pages on which a byte was not
+  registered.
 - Eager, and for memory that nobody holds, this is true as soon as registering returns;
   lazy, for held memory, from the next fork on, and not earlier. (Before a fork nobody
   can see whether shared memory bears a mark, nor what is left of huge pages at the ends
@@ -165,6 +167,20 @@ class Model:
         if page.moved or any(self.is_stale_near(r, address, page) for r in self.all()):
             return EITHER
         return PRESENT
+
+    def is_given_back(self, address, base):
+        """Has a child this base page of an absent page again? None: either will do."""
+        page = self.pages[address]
+        _, certain = self.touching(address)
+        if not certain:
+            return None
+        if page.nbytes == PAGE and not self.whole:
+            return False
+        at = base
+        for r in sorted(self.all()):
+            if r.start <= at < r.end:
+                at = r.end
+        return at < base + PAGE
 
     def touching(self, address):
         """How many registrations touch the page, and whether all were made of it."""

@@ -620,8 +620,10 @@ def test_sealed_memory_lazy():
     at = sealed(4 * PAGE)
     with fails(OSError, "sealed", number=errno.EPERM):
         rdmafork.register_address(at, 4 * PAGE)
-    memory, address = private_map(4 * PAGE)
-    with rdmafork.register(memory), rdmafork.register_address(at, 4 * PAGE, owner=object()):
+    memory, address = private_map(6 * PAGE)
+    address += PAGE  # so that it is no neighbour of the other
+    inner = memoryview(memory)[PAGE:-PAGE]
+    with rdmafork.register(inner), rdmafork.register_address(at, 4 * PAGE, owner=object()):
         assert child(lambda: (is_mapped(at), is_mapped(address))) == (True, False)
         by = {r.start: r.protected_by for r in rdmafork.protected_ranges()}
         assert (by[at], by[address]) == ("kernel", "advice")

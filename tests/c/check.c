@@ -471,6 +471,8 @@ void check_empty(void)
 	CHECK(!stats.marked_ranges && !stats.marked_bytes && !stats.vmas);
 	CHECK(!stats.left_ranges && !stats.left_bytes);
 	CHECK(!rf_engine.advisor.ranges.retries && !rf_engine.wiper.ranges.retries);
+	CHECK(!rf_engine.advisor.gaps.count && !rf_engine.wiper.gaps.count);
+	CHECK(!rf_engine.advisor.gap_bytes && !rf_engine.wiper.gap_bytes);
 	CHECK(rf_list(&info, 1) == 0);
 }
 

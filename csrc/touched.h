@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * What a child uses before it can be given anything back: glibc's fork() goes on in
+ * the child on the stack of the thread that called it, with its thread control block,
+ * resets the lock of every malloc() arena, and only then calls handlers. A page of
+ * these that left as a whole kills the child inside fork().
+ *
+ *	main thread     [ ... frame | stack ... ]     [TLS | control block]
+ *	other threads   [ ... frame | stack ... | TLS | control block]
+ *	arenas          [heap_info | malloc_state | blocks ...]   at 64 MiB
+ *
+ * Not known here: FILE objects, other threads' stacks, the name service's state.
+ */
+#ifndef RF_TOUCHED_H
+#define RF_TOUCHED_H
+
+#include "sys.h"
+
+/* What fork() itself uses of the page of @page_size bytes at @page, or NULL. */
+const char *rf_touched_by_fork(uintptr_t page, size_t page_size);
+
+#endif

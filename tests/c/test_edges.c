@@ -1,0 +1,491 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* What a child keeps of pages that leave it as a whole: every byte that was not registered. */
+#define _GNU_SOURCE
+#include "check.h"
+#include "engine.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/uio.h>
+
+#define PAGES 24
+
+enum state {
+	PRESENT,
+	ZERO,
+	ABSENT
+};
+
+static char *memory;
+/* What a child must find of each byte of @memory. */
+static unsigned char expected[4 << 20];
+static size_t nbytes;
+
+static unsigned char value_at(size_t at)
+{
+	return (unsigned char)(1 + at % 251);
+}
+
+static void fill(void)
+{
+	size_t at;
+
+	for (at = 0; at < nbytes; at++)
+		memory[at] = (char)value_at(at);
+}
+
+static void start(const char *edges, enum rf_mode mode)
+{
+	setenv("RDMAFORK_EDGES", edges, 1);
+	check_start(mode);
+}
+
+static void start_whole(void)
+{
+	start("whole", RF_MODE_EAGER);
+}
+
+static void prepare_memory(size_t pages)
+{
+	nbytes = pages * check_page;
+	memory = check_map(pages);
+	fill();
+}
+
+/* Reads without a fault; false where nothing can be read. */
+static bool read_page(const char *from, char *to)
+{
+	struct iovec into = { to, check_page }, out = { (void *)from, check_page };
+
+	return process_vm_readv(getpid(), &into, 1, &out, 1, 0) == (ssize_t)check_page;
+}
+
+static void check_bytes(void)
+{
+	static char page[1 << 16];
+	size_t first, at;
+
+	for (first = 0; first < nbytes; first += check_page) {
+		bool readable = read_page(memory + first, page);
+
+		for (at = first; at < first + check_page; at++) {
+			enum state found = !readable	      ? ABSENT
+					   : page[at - first] ? PRESENT
+							      : ZERO;
+
+			CHECK(found == expected[at], "byte %zu of page %zu: %d, not %d",
+			      at - first, first / check_page, found, expected[at]);
+			CHECK(found != PRESENT ||
+				      (unsigned char)page[at - first] == value_at(at),
+			      "byte %zu is another's", at);
+		}
+	}
+}
+
+/* In a child, and in a child of that, which has what its parent has. */
+static void check_children(void)
+{
+	pid_t pid = fork();
+
+	CHECK(pid >= 0);
+	if (!pid) {
+		check_bytes();
+		pid = fork();
+		if (!pid) {
+			check_bytes();
+			_exit(0);
+		}
+		_exit(check_wait(pid));
+	}
+	CHECK(check_wait(pid) == 0);
+	check_sound();
+}
+
+struct region {
+	size_t start, end;
+	enum rf_policy policy;
+	struct rf_handle handle;
+};
+
+static void expect(size_t start, size_t end, enum state state)
+{
+	memset(expected + start, (int)state, end - start);
+}
+
+/* What whole pages mean for @regions: a page somebody omits is absent if nothing is left. */
+static void model(const struct region *regions, size_t count)
+{
+	size_t first, i, at;
+
+	expect(0, nbytes, PRESENT);
+	for (i = 0; i < count; i++)
+		expect(regions[i].start, regions[i].end, ZERO);
+	for (first = 0; first < nbytes; first += check_page) {
+		bool omitted = false, left = false;
+
+		for (i = 0; i < count; i++)
+			omitted |= regions[i].policy == RF_OMIT &&
+				   regions[i].start < first + check_page &&
+				   regions[i].end > first;
+		for (at = first; at < first + check_page; at++)
+			left |= expected[at] == PRESENT;
+		if (omitted && !left)
+			expect(first, first + check_page, ABSENT);
+	}
+}
+
+static void add(struct region *region, size_t start, size_t end, enum rf_policy policy)
+{
+	struct rf_error error;
+
+	region->start = start;
+	region->end = end;
+	region->policy = policy;
+	CHECK(rf_register(memory + start, end - start, RF_HELD, policy, &region->handle,
+			  &error) == 1);
+	CHECK(error.cause == RF_CAUSE_NONE);
+}
+
+static void what_lies_beside_stays(void)
+{
+	struct region regions[3];
+
+	prepare_memory(PAGES);
+	start_whole();
+	add(&regions[0], check_page + 100, 4 * check_page + 7, RF_OMIT);
+	add(&regions[1], 6 * check_page + 1, 6 * check_page + 65, RF_OMIT);
+	add(&regions[2], 8 * check_page, 10 * check_page, RF_OMIT);
+	model(regions, 3);
+	check_children();
+	/* Of this moment, not of the fork before. */
+	memory[check_page] = 0;
+	check_fork();
+	fill();
+	check_children();
+	check_release(regions[0].handle);
+	model(regions + 1, 2);
+	check_children();
+	check_release(regions[1].handle);
+	check_release(regions[2].handle);
+	model(NULL, 0);
+	check_children();
+	check_empty();
+}
+
+/* Any regions that overlap and share pages, of either policy, coming and going. */
+static void many_share_pages(void)
+{
+	struct region regions[40];
+	unsigned long round, rounds = check_scale(400);
+	size_t count = 0, first, length;
+
+	prepare_memory(PAGES);
+	start_whole();
+	for (round = 0; round < rounds; round++) {
+		if (count && (count == COUNT_OF(regions) || check_below(5) < 2)) {
+			size_t gone = check_below(count);
+
+			check_release(regions[gone].handle);
+			regions[gone] = regions[--count];
+		} else {
+			length = 1 + check_below(check_below(2) ? 300 : 3 * check_page);
+			first = check_below(nbytes - length);
+			if (!check_below(4))
+				first = first / check_page * check_page;
+			add(&regions[count++], first, first + length,
+			    check_below(3) ? RF_OMIT : RF_WIPE);
+		}
+		if (check_below(4))
+			continue;
+		model(regions, count);
+		check_children();
+	}
+	while (count)
+		check_release(regions[--count].handle);
+	model(NULL, 0);
+	check_children();
+	check_empty();
+}
+
+static void parts_of_huge_pages(enum rf_mode mode)
+{
+	static const size_t ends[][2] = {
+		{ 100, 164 },
+		{ 4096, 12288 },
+		{ (1 << 20) + 5, (2 << 20) - 1 },
+		{ (2 << 20) - 9, (2 << 20) + 9 },
+	};
+	struct region regions[COUNT_OF(ends)];
+	size_t i;
+
+	nbytes = 2 * CHECK_HUGE;
+	memory = check_map_huge(2, MAP_PRIVATE);
+	fill();
+	start("", mode);
+	for (i = 0; i < COUNT_OF(ends); i++) {
+		add(&regions[i], ends[i][0], ends[i][1], RF_OMIT);
+		model(regions, i + 1);
+		check_children();
+	}
+	for (i = 0; i < COUNT_OF(ends); i++) {
+		check_release(regions[i].handle);
+		model(regions + i + 1, COUNT_OF(ends) - i - 1);
+		check_children();
+	}
+	check_empty();
+}
+
+static void parts_of_huge_pages_eager(void)
+{
+	parts_of_huge_pages(RF_MODE_EAGER);
+}
+
+static void parts_of_huge_pages_lazy(void)
+{
+	check_needs_lazy();
+	parts_of_huge_pages(RF_MODE_LAZY);
+}
+
+/* A library's data, say. */
+static void a_private_file(void)
+{
+	char name[] = "/tmp/edges-XXXXXX";
+	struct region region;
+	int fd = mkstemp(name);
+
+	CHECK(fd >= 0 && unlink(name) == 0);
+	nbytes = 4 * check_page;
+	CHECK(ftruncate(fd, (off_t)nbytes) == 0);
+	memory = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+	CHECK(memory != MAP_FAILED);
+	fill();
+	start_whole();
+	add(&region, check_page + 1, 3 * check_page - 1, RF_OMIT);
+	model(&region, 1);
+	check_children();
+}
+
+/* Memory nobody holds may be gone, or closed to us, when a fork saves what lies there. */
+static void what_cannot_be_read_is_no_harm(void)
+{
+	struct region region, closed, gone;
+
+	prepare_memory(PAGES);
+	start_whole();
+	add(&region, 100, 200, RF_OMIT);
+	add(&closed, 4 * check_page + 100, 4 * check_page + 200, RF_OMIT);
+	add(&gone, 8 * check_page + 100, 8 * check_page + 200, RF_OMIT);
+	CHECK(mprotect(memory + 4 * check_page, check_page, PROT_NONE) == 0);
+	CHECK(munmap(memory + 8 * check_page, check_page) == 0);
+	model(&region, 1);
+	expect(4 * check_page, 5 * check_page, ABSENT);
+	expect(8 * check_page, 9 * check_page, ABSENT);
+	check_children();
+	CHECK(mprotect(memory + 4 * check_page, check_page, PROT_READ | PROT_WRITE) == 0);
+	check_release(closed.handle);
+	check_release(gone.handle);
+	check_release(region.handle);
+	check_empty();
+}
+
+/* Each of a fork's system calls fails: a byte is as it was or cannot be read, never another. */
+static bool is_sane(void)
+{
+	static char page[1 << 16];
+	size_t first, at;
+
+	for (first = 0; first < nbytes; first += check_page) {
+		if (!read_page(memory + first, page))
+			continue;
+		for (at = first; at < first + check_page; at++)
+			if (page[at - first] &&
+			    (unsigned char)page[at - first] != value_at(at))
+				return false;
+			else if (!page[at - first] && expected[at] == PRESENT)
+				return false;
+	}
+	return true;
+}
+
+static void failures_invent_nothing(void)
+{
+	struct region regions[3];
+	unsigned long nth, faults = 0, before;
+	pid_t pid;
+
+	prepare_memory(PAGES);
+	start_whole();
+	add(&regions[0], 100, check_page + 7, RF_OMIT);
+	add(&regions[1], 3 * check_page + 100, 3 * check_page + 200, RF_OMIT);
+	add(&regions[2], 5 * check_page + 1, 6 * check_page, RF_OMIT);
+	model(regions, 3);
+	for (nth = 1; nth < 60; nth++) {
+		before = rf_sys_faults();
+		rf_sys_fail(nth, ENOMEM);
+		pid = fork();
+		if (!pid)
+			_exit(is_sane() ? 0 : 1);
+		rf_sys_fail(0, 0);
+		faults += rf_sys_faults() - before;
+		CHECK(check_wait(pid) == 0, "call %lu", nth);
+	}
+	CHECK(faults > 2);
+	check_children();
+}
+
+/* Where there is no room for what a fork must save, the registration fails. */
+static void room_is_taken_at_the_registration(void)
+{
+	struct rf_handle handle;
+	struct rf_error error;
+	unsigned long nth;
+	int rc = -ENOMEM;
+
+	prepare_memory(PAGES);
+	start_whole();
+	for (nth = 1; rc == -ENOMEM; nth++) {
+		rf_sys_fail(nth, ENOMEM);
+		rc = rf_register(memory + 100, 100, RF_HELD, RF_OMIT, &handle, &error);
+		rf_sys_fail(0, 0);
+		CHECK(rc == 1 || error.cause == RF_CAUSE_ENGINE_MEMORY ||
+			      error.cause == RF_CAUSE_VMA_LIMIT || error.cause == RF_CAUSE_REFUSED,
+		      "%d", error.cause);
+		if (rc < 0) {
+			CHECK(check_marked(memory, PAGES) == 0);
+			check_empty();
+		}
+	}
+	CHECK(rc == 1 && nth > 3);
+	check_release(handle);
+	check_empty();
+}
+
+static struct region in_window;
+static bool registering;
+
+static void register_in_the_window(void)
+{
+	if (!registering)
+		return;
+	registering = false;
+	add(&in_window, 9 * check_page + 9, 10 * check_page + 9, RF_OMIT);
+}
+
+__attribute__((constructor(101))) static void install_before(void)
+{
+	pthread_atfork(register_in_the_window, NULL, NULL);
+}
+
+/* After the fold, before the child is made. */
+static void registered_while_a_fork_is_under_way(void)
+{
+	struct region region, both[2];
+
+	prepare_memory(PAGES);
+	start_whole();
+	add(&region, 100, 200, RF_OMIT);
+	registering = true;
+	both[0] = region;
+	both[1] = (struct region){ 9 * check_page + 9, 10 * check_page + 9, RF_OMIT, { 0 } };
+	model(both, 2);
+	check_children();
+	CHECK(!registering);
+	check_children();
+	check_release(region.handle);
+	check_release(in_window.handle);
+	check_empty();
+}
+
+static bool over;
+
+static void *come_and_go(void *first)
+{
+	size_t offset = (size_t)(uintptr_t)first;
+
+	while (!__atomic_load_n(&over, __ATOMIC_SEQ_CST))
+		check_release(check_register(memory + offset, 1 + offset % 5000, RF_HELD));
+	return NULL;
+}
+
+/* Other threads' pages may be whole or in parts: bytes never registered are there. */
+static void threads_register_while_others_fork(void)
+{
+	static const size_t offsets[] = { 64, 5 * 4096 + 100, 6 * 4096 + 3000 };
+	unsigned long round, rounds = check_scale(1500);
+	pthread_t threads[COUNT_OF(offsets)];
+	size_t i;
+
+	prepare_memory(PAGES);
+	start_whole();
+	expect(0, nbytes, PRESENT);
+	for (i = 0; i < COUNT_OF(offsets); i++) {
+		expect(offsets[i], offsets[i] + 1 + offsets[i] % 5000, ZERO);
+		CHECK(!pthread_create(&threads[i], NULL, come_and_go,
+				      (void *)(uintptr_t)offsets[i]));
+	}
+	for (round = 0; round < rounds; round++) {
+		pid_t pid = fork();
+
+		if (!pid) {
+			for (i = 0; i < nbytes; i++)
+				if (expected[i] == PRESENT)
+					CHECK((unsigned char)memory[i] == value_at(i), "%zu", i);
+			_exit(0);
+		}
+		CHECK(check_wait(pid) == 0, "round %lu", round);
+	}
+	__atomic_store_n(&over, true, __ATOMIC_SEQ_CST);
+	for (i = 0; i < COUNT_OF(offsets); i++)
+		pthread_join(threads[i], NULL);
+	check_empty();
+}
+
+/* It cannot be given back in time: who registers is told. */
+static void what_fork_itself_uses_is_named(void)
+{
+	char on_stack[100], *arena;
+	struct rf_handle handle;
+	struct rf_error error;
+
+	start_whole();
+	CHECK(rf_register(on_stack, sizeof(on_stack), RF_HELD, RF_OMIT, &handle, &error) == 1);
+	CHECK(error.cause == RF_CAUSE_SHARED_PAGE);
+	CHECK(error.start <= (uintptr_t)on_stack && error.end > (uintptr_t)on_stack);
+	check_release(handle);
+	arena = mmap(NULL, (size_t)128 << 20, PROT_READ | PROT_WRITE,
+		     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	CHECK(arena != MAP_FAILED);
+	arena = (char *)(((uintptr_t)arena + (64 << 20) - 1) & ~(((uintptr_t)64 << 20) - 1));
+	CHECK(rf_register(arena + 3000, 100, RF_HELD, RF_OMIT, &handle, &error) == 1);
+	CHECK(error.cause == RF_CAUSE_NONE);
+	check_release(handle);
+	*(uintptr_t *)arena = (uintptr_t)arena + 48;
+	CHECK(rf_register(arena + 3000, 100, RF_HELD, RF_OMIT, &handle, &error) == 1);
+	CHECK(error.cause == RF_CAUSE_SHARED_PAGE && error.start == (uintptr_t)arena);
+	check_release(handle);
+	/* Filled by it, there is nothing else on it. */
+	CHECK(rf_register(arena, check_page, RF_HELD, RF_OMIT, &handle, &error) == 1);
+	CHECK(error.cause == RF_CAUSE_NONE);
+	check_release(handle);
+	check_empty();
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+		SCENARIO(what_lies_beside_stays),
+		SCENARIO_SLOW(many_share_pages),
+		SCENARIO_HUGE(parts_of_huge_pages_eager),
+		SCENARIO_HUGE(parts_of_huge_pages_lazy),
+		SCENARIO(a_private_file),
+		SCENARIO(what_cannot_be_read_is_no_harm),
+		SCENARIO(failures_invent_nothing),
+		SCENARIO(room_is_taken_at_the_registration),
+		SCENARIO(registered_while_a_fork_is_under_way),
+		SCENARIO_SLOW(threads_register_while_others_fork),
+		SCENARIO(what_fork_itself_uses_is_named),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

@@ -1,0 +1,147 @@
+"""Where whole pages leave: what a child is given back, and what it cannot be."""
+
+import ctypes
+import mmap
+import os
+import threading
+import warnings
+
+import pytest
+from conftest import PAGE, child, fresh, private_map, read, write
+
+import rdmafork
+from rdmafork import Buffer, SharedPageWarning, register, register_address
+
+WHOLE = {"RDMAFORK_EDGES": "whole"}
+
+
+def control_block():
+    libc = ctypes.CDLL(None)
+    libc.pthread_self.restype = ctypes.c_void_p
+    return libc.pthread_self()
+
+
+def in_a_thread(function):
+    """What function returns or raises in a thread of its own."""
+    results = []
+
+    def target():
+        try:
+            results.append(function())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
+
+
+@fresh(env=WHOLE)
+def test_the_child_keeps_every_byte_that_was_not_registered():
+    rdmafork.fork_init("eager")
+    _memory, address = private_map(8 * PAGE)
+    write(address, b"x" * 8 * PAGE)
+    with register_address(address + PAGE + 100, 3 * PAGE, on_fork="omit"):
+        assert child(read, address, PAGE + 100) == b"x" * (PAGE + 100)
+        assert child(read, address + PAGE + 100, 10) == bytes(10)
+        after = address + 4 * PAGE + 100
+        assert child(read, after, 4 * PAGE - 100) == b"x" * (4 * PAGE - 100)
+        assert child(read, after - 10, 10) == bytes(10)
+        assert read(address, 8 * PAGE) == b"x" * 8 * PAGE
+
+
+@fresh(env=WHOLE)
+def test_it_may_write_there_and_give_it_to_its_own_children():
+    rdmafork.fork_init("eager")
+    _memory, address = private_map(2 * PAGE)
+    write(address, b"x" * 2 * PAGE)
+
+    def write_and_fork():
+        write(address, b"mine")
+        return child(read, address, 5)
+
+    with register_address(address + 100, 100):
+        assert child(write_and_fork) == b"minex"
+        assert read(address, 5) == b"xxxxx"
+
+
+@fresh(env=WHOLE)
+def test_nothing_is_said_where_all_is_given_back():
+    rdmafork.fork_init("eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        registrations = [register(bytearray(60 + 1000 * n)) for n in range(100)]
+        registrations.append(register(mmap.mmap(-1, 3 * PAGE)))
+        registrations.append(in_a_thread(lambda: register(bytearray(1 << 20))))
+        with Buffer(100) as buffer:
+            register(memoryview(buffer)[10:20]).close()
+    for registration in registrations:
+        registration.close()
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+@fresh(env=WHOLE)
+def test_what_fork_itself_uses_is_named_once_a_call_site(where):
+    rdmafork.fork_init("eager")
+
+    def twice():
+        address = control_block() + 16
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for _ in range(2):
+                register_address(address, 8).close()
+            line = twice.__code__.co_firstlineno + 5
+        return address, [(w.category, w.filename, w.lineno, str(w.message)) for w in caught], line
+
+    address, caught, line = twice() if where == "main" else in_a_thread(twice)
+    ((category, filename, lineno, message),) = caught
+    assert category is SharedPageWarning and lineno == line
+    assert os.path.samefile(filename, __file__)
+    assert (
+        f"0x{address // PAGE * PAGE:x}" in message
+        and f"8 bytes registered at 0x{address:x}" in message
+    )
+    assert "rdmafork.Buffer" in message
+
+
+@fresh(env=WHOLE)
+def test_a_warning_made_an_error_leaves_nothing_registered():
+    rdmafork.fork_init("eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(SharedPageWarning, match="control block"):
+            register_address(control_block() + 16, 8)
+    assert rdmafork.stats().registrations == 0 and not rdmafork.protected_ranges()
+
+
+@fresh(env=WHOLE)
+def test_the_head_of_an_arena_is_named():
+    """In another thread malloc() takes from an arena, which begins at a multiple of 64 MiB."""
+    rdmafork.fork_init("eager")
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+
+    def first_block():
+        return libc.malloc(64) & -(64 << 20)
+
+    arena = in_a_thread(first_block)
+    if read(arena, 8) == bytes(8):
+        pytest.skip("malloc() took the thread's memory from the main heap")
+    with pytest.warns(SharedPageWarning, match="arena"):
+        register_address(arena + PAGE - 64, 64)
+
+
+@pytest.mark.skipif(
+    not rdmafork.kernel_info().copy_on_fork_trusted,
+    reason="the kernel's copying at fork cannot be trusted: whole pages leave",
+)
+@fresh
+def test_nothing_is_said_where_the_kernel_copies_the_edges():
+    rdmafork.fork_init("eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        register_address(control_block() + 16, 8).close()

@@ -485,6 +485,20 @@ static int explain(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, i
 	return rc;
 }
 
+/* [@start, @end) together with what touches it and waits to be unmarked. */
+static void widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr_t *end)
+{
+	const struct rf_range *range, *beside;
+
+	while ((beside = rf_ranges_find(&advisor->ranges, *end)) && is_unwanted(beside) &&
+	       (range = rf_ranges_find(&advisor->ranges, *end - 1)) && is_unwanted(range))
+		*end = beside->end;
+	while (*start && (beside = rf_ranges_find(&advisor->ranges, *start - 1)) &&
+	       is_unwanted(beside) && (range = rf_ranges_find(&advisor->ranges, *start)) &&
+	       is_unwanted(range))
+		*start = beside->start;
+}
+
 static void undo(struct rf_advisor *advisor, struct rf_slot *slot)
 {
 	struct rf_ranges *ranges = &advisor->ranges;
@@ -498,7 +512,8 @@ static void undo(struct rf_advisor *advisor, struct rf_slot *slot)
 		rf_ranges_set_mark(ranges, run.start, run.end, true);
 		rf_advise_unmark(advisor, run.start, run.end);
 	}
-	/* What waited to be unmarked before waits again. */
+	/* What waited to be unmarked before waits again, or is gone, all of it. */
+	widen(advisor, &start, &end);
 	for (at = start; at < end && rf_advise_next_run(advisor, at, end, is_unwanted, &run);
 	     at = run.end)
 		rf_advise_unmark(advisor, run.start, run.end);
@@ -579,20 +594,6 @@ void rf_advise_retry(struct rf_advisor *advisor)
 	}
 }
 
-/* [@start, @end) together with what touches it and waits to be unmarked. */
-static void widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr_t *end)
-{
-	const struct rf_range *range, *beside;
-
-	while ((beside = rf_ranges_find(&advisor->ranges, *end)) && is_unwanted(beside) &&
-	       (range = rf_ranges_find(&advisor->ranges, *end - 1)) && is_unwanted(range))
-		*end = beside->end;
-	while (*start && (beside = rf_ranges_find(&advisor->ranges, *start - 1)) &&
-	       is_unwanted(beside) && (range = rf_ranges_find(&advisor->ranges, *start)) &&
-	       is_unwanted(range))
-		*start = beside->start;
-}
-
 static bool is_over_budget(const struct rf_advisor *advisor)
 {
 	return 2 * rf_advise_runs(advisor) > advisor->vma_budget;
@@ -646,6 +647,20 @@ static void keep_to_budget(struct rf_advisor *advisor, uintptr_t start, uintptr_
 		rf_advise_leave(advisor, &right);
 }
 
+/*
+ * Who held these pages has let go of them. Where others count that do not hold them,
+ * they may be a stranger's by the next fold.
+ */
+static void forget_due(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
+{
+	struct rf_cursor cursor = rf_ranges_seek(&advisor->ranges, start);
+	struct rf_range *range = rf_ranges_at(&advisor->ranges, cursor);
+
+	for (; range && range->start < end; range = rf_ranges_next(&advisor->ranges, &cursor))
+		if (range->flags & RF_RANGE_DOUBT)
+			range->flags &= (uint8_t)~RF_RANGE_DUE;
+}
+
 void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
 {
 	struct rf_ranges *ranges = &advisor->ranges;
@@ -657,6 +672,8 @@ void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
 	if (start >= end)
 		return;
 	rf_advise_uncount(advisor, slot, start, end);
+	if (slot->flags & RF_SLOT_HELD)
+		forget_due(advisor, start, end);
 	widen(advisor, &start, &end);
 	for (at = start; at < end && rf_advise_next_run(advisor, at, end, is_unwanted, &run);
 	     at = run.end)

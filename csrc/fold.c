@@ -47,6 +47,12 @@ static bool is_due(const struct rf_range *range)
 	       rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
 }
 
+/* Another registration had marked it, or a later one has. */
+static bool is_due_no_more(const struct rf_range *range)
+{
+	return range->flags & RF_RANGE_DUE && range->mark && !(range->flags & RF_RANGE_DOUBT);
+}
+
 static bool is_marked_and_held(const struct rf_range *range)
 {
 	return range->mark && rf_range_wants_mark(range) && !(range->flags & RF_RANGE_DOUBT);
@@ -193,6 +199,9 @@ static void walk(struct rf_advisor *advisor, bool marking)
 										       : 0;
 		for (; due_runs && step < STEPS; step++)
 			mark_due(advisor, page_steps[step] * advisor->kernel->page_size);
+		for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_due_no_more, &run);
+		     at = run.end)
+			rf_ranges_set_flags(&advisor->ranges, run.start, run.end, 0, RF_RANGE_DUE);
 	}
 	rf_ranges_tidy(&advisor->ranges, 0, UINTPTR_MAX);
 	advisor->dirty = remains(advisor);

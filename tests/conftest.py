@@ -186,6 +186,8 @@ def serve(jobs, answers):
     except pytest.skip.Exception as skip:
         packed = pickle.dumps(("skipped", skip.msg, None))
     except BaseException as error:
+        if os.getpid() != serving:
+            raise
         packed = pickle.dumps(("raised", portable(error), traceback.format_exc()))
     if os.getpid() == serving:
         with open(answers, "wb") as file:

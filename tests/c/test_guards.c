@@ -4,6 +4,7 @@
 #include "check.h"
 #include "engine.h"
 
+#include <alloca.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -170,6 +171,43 @@ static void a_guard_that_cannot_be_had_is_no_failure(void)
 	check_empty();
 }
 
+/* Of a buffer in its own frame a child lacks the pages it fills; all else goes on. */
+static void *fork_with_a_buffer_on_the_stack(void *unused)
+{
+	size_t nbytes = 6 * check_page, i;
+	char *buffer = alloca(nbytes), *page;
+	struct rf_handle handle;
+	pid_t pid;
+
+	memset(buffer, 7, nbytes);
+	handle = check_register(buffer, nbytes, RF_HELD);
+	pid = fork();
+	if (!pid) {
+		page = (char *)(((uintptr_t)buffer + check_page - 1) & -check_page);
+		for (i = 0; i < 5; i++)
+			CHECK(is_guarded(page + i * check_page));
+		CHECK(!check_child_reads(page));
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	check_release(handle);
+	for (i = 0; i < nbytes; i++)
+		CHECK(buffer[i] == 7);
+	return unused;
+}
+
+static void a_hole_in_a_stack_is_a_guard(void)
+{
+	pthread_t thread;
+
+	check_needs_lazy(); /* or whole pages leave, and the frame with them */
+	check_start(RF_MODE_LAZY);
+	fork_with_a_buffer_on_the_stack(NULL);
+	CHECK(!pthread_create(&thread, NULL, fork_with_a_buffer_on_the_stack, NULL));
+	pthread_join(thread, NULL);
+	check_empty();
+}
+
 static char *area;
 static bool over;
 
@@ -222,6 +260,7 @@ int main(int argc, char **argv)
 		SCENARIO(the_longest_come_first),
 		SCENARIO(a_child_plans_for_its_own),
 		SCENARIO(a_guard_that_cannot_be_had_is_no_failure),
+		SCENARIO(a_hole_in_a_stack_is_a_guard),
 		SCENARIO_SLOW(plans_change_while_others_fork),
 	};
 

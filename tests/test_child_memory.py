@@ -1,0 +1,382 @@
+"""For every byte near a registration: does a child have it, read zeros, or lack it?
+
+Hypothesis lays out memory of all kinds and registers parts of it. The model knows the rules, and
+nothing of how they are kept, and says of every byte what a child must find. The child looks without
+touching: it has write(2) read each page.
+
+RDMAFORK_TEST_EXAMPLES sets how many layouts each variant tries.
+"""
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import tempfile
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+from conftest import (
+    HUGE,
+    LAZY,
+    MAP_FIXED,
+    PAGE,
+    SLOWNESS,
+    child,
+    libc,
+    madvise,
+    map_at,
+    run,
+    unmap,
+    write,
+)
+
+import rdmafork
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+
+libc.malloc.restype = ctypes.c_void_p
+
+EXAMPLES = int(os.environ.get("RDMAFORK_TEST_EXAMPLES") or max(30, 100 / SLOWNESS))
+
+# ---- the model ------------------------------------------------------------------------------
+
+ABSENT, PRESENT, ZERO = "absent", "present", "zero"
+# What a child finds where registrations have different wishes: the first of these.
+FATES = {"omit": ABSENT, "wipe": ZERO}
+
+
+class Piece(NamedTuple):
+    """Memory of one kind; what lies beside that of the heap is others'."""
+
+    start: int
+    end: int
+    kind: str
+
+    def pages(self):
+        nbytes = HUGE if self.kind == "hugetlb" else PAGE
+        return [Span(at, at + nbytes) for at in range(self.start & -nbytes, self.end, nbytes)]
+
+    def can_be_wiped(self):
+        return self.kind in ("anonymous", "transparent", "heap")
+
+
+class Span(NamedTuple):
+    start: int
+    end: int
+
+    def touches(self, other):
+        return self.within(other).start < self.within(other).end
+
+    def fills(self, other):
+        return self.start <= other.start and other.end <= self.end
+
+    def within(self, other):
+        return Span(max(self.start, other.start), min(self.end, other.end))
+
+    def has_base_page(self):
+        return self.start + -self.start % PAGE < self.end & -PAGE
+
+
+class Registered(NamedTuple):
+    span: Span
+    on_fork: str
+
+
+class Model:
+    """whole: pages leave whole, and not only those that one registration fills."""
+
+    def __init__(self, pieces, whole, trusted):
+        self.pieces = pieces
+        self.whole = whole
+        self.trusted = trusted
+        self.registered = []
+
+    def leaves_whole(self, piece):
+        return self.whole or piece.kind == "hugetlb"
+
+    def takes(self, span, page, piece):
+        """Is the page one to mark?"""
+        return span.touches(page) if self.leaves_whole(piece) else span.fills(page)
+
+    def refusals(self, span, on_fork):
+        """The errnos with which a registration may be refused; None: it may be accepted."""
+        touched = [piece for piece in self.pieces if span.touches(piece)]
+        if on_fork == "keep" and not self.trusted:
+            return {errno.ENOTSUP if any(p.kind != "shared" for p in touched) else None}
+        if on_fork != "wipe":
+            return {None}
+        taken = [p for p in touched if any(self.takes(span, page, p) for page in p.pages())]
+        taken = [p for p in taken if not p.can_be_wiped()]
+        if not taken:
+            return {None}
+        # Less than a base page of a huge one is not worth a question.
+        plain = self.whole or any(span.within(piece).has_base_page() for piece in taken)
+        return {errno.EINVAL} if plain else {errno.EINVAL, None}
+
+    def fates(self):
+        """[(start, end, what a child may find there)], all bytes of all pieces."""
+        for piece in self.pieces:
+            for page in piece.pages():
+                for start, end, fate in self.of_page(page, piece):
+                    yield max(start, piece.start), min(end, piece.end), fate
+
+    def of_page(self, page, piece):
+        here = [r for r in self.registered if r.span.touches(page) and r.on_fork in FATES]
+        here = [r for r in here if r.on_fork == "omit" or piece.can_be_wiped()]
+        wishes = {r.on_fork for r in here if self.takes(r.span, page, piece)}
+        if piece.kind == "shared" or not wishes:
+            return [(*page, {PRESENT})]
+        fate = next(fate for wish, fate in FATES.items() if wish in wishes)
+        filled = any(r.span.fills(page) and FATES[r.on_fork] == fate for r in here)
+        if filled or not self.leaves_whole(piece):
+            return [(*page, {fate})]
+        spans = [r.span for r in here]
+        # On base pages, huge as it was.
+        bases = [Span(at, at + PAGE) for at in range(page.start, page.end, PAGE)]
+        return [part for base in bases for part in self.of_edge(base, spans)]
+
+    def of_edge(self, page, spans):
+        """A page that is no registration's alone: what nobody registered comes back."""
+        bounds = {*page, *(at for s in spans for at in s if page.start < at < page.end)}
+        parts = [Span(*part) for part in itertools.pairwise(sorted(bounds))]
+        registered = [any(s.fills(part) for s in spans) for part in parts]
+        # Where there is nothing to come back, the page need not be there.
+        gone = {ZERO, ABSENT} if all(registered) else {ZERO}
+        return [(*p, gone if r else {PRESENT}) for p, r in zip(parts, registered, strict=True)]
+
+
+def merged(fates):
+    """The same in fewer parts."""
+    result = []
+    for start, end, fate in sorted(fates, key=lambda part: part[0]):
+        if start >= end:
+            continue
+        if result and result[-1][1] == start and result[-1][2] == fate:
+            start = result.pop()[0]
+        result.append((start, end, fate))
+    return result
+
+
+# ---- the memory -----------------------------------------------------------------------------
+
+PERIOD = 251
+PATTERN = bytes(1 + i for i in range(PERIOD)) * (HUGE // PERIOD + 2)
+MADV_HUGEPAGE, MADV_NOHUGEPAGE = 14, 15
+
+
+def pattern(start, end):
+    """What is written there: never zero, and at no two places near each other the same."""
+    phase = start % PERIOD
+    return PATTERN[phase : phase + end - start]
+
+
+def fill(piece):
+    for start in range(piece.start, piece.end, HUGE):
+        end = min(piece.end, start + HUGE)
+        write(start, pattern(start, end))
+
+
+def make_file(piece):
+    """A private mapping of a file; every other page is the file's still."""
+    flags = mmap.MAP_PRIVATE | MAP_FIXED
+    with tempfile.TemporaryFile() as file:
+        file.write(pattern(piece.start, piece.end))
+        file.flush()
+        nbytes = piece.end - piece.start
+        assert libc.mmap(piece.start, nbytes, 3, flags, file.fileno(), 0) == piece.start
+    for page in piece.pages()[::2]:
+        write(page.start, pattern(*page))
+
+
+def make(piece):
+    if piece.kind == "file":
+        return make_file(piece)
+    if piece.kind != "heap":
+        kinds = {"shared": piece.kind == "shared", "huge": piece.kind == "hugetlb"}
+        map_at(piece.start, piece.end - piece.start, **kinds)
+    if piece.kind == "transparent":
+        madvise(piece.start, piece.end - piece.start, MADV_HUGEPAGE)
+    return fill(piece)
+
+
+def unmake(piece):
+    if piece.kind != "heap":
+        unmap(piece.start, piece.end - piece.start)
+
+
+def look(parts):
+    """What this process finds in each part."""
+    copy = os.memfd_create("copy")
+
+    def content(start, end):
+        """None where there is nothing to be read."""
+        try:
+            os.pwrite(copy, (ctypes.c_char * (end - start)).from_address(start), 0)
+        except OSError as error:
+            assert error.errno == errno.EFAULT
+            return None
+        return os.pread(copy, end - start, 0)
+
+    def state(start, end):
+        found = content(start, end)
+        if found is None:
+            return ABSENT
+        if found == pattern(start, end):
+            return PRESENT
+        return ZERO if found == bytes(end - start) else f"spoiled at 0x{start:x}"
+
+    def states(start, end):
+        bounds = [start, *range(start - start % PAGE + PAGE, end, PAGE), end]
+        return {state(*bounds) for bounds in itertools.pairwise(bounds)}
+
+    try:
+        return [states(start, end) for start, end, _ in parts]
+    finally:
+        os.close(copy)
+
+
+def look_twice(parts):
+    """In a child; and what its own child finds is the same."""
+    found = look(parts)
+    assert child(look, parts) == found
+    return found
+
+
+# ---- layouts --------------------------------------------------------------------------------
+
+# Low, where the kernel puts nothing of its own. Small pieces end here, huge ones begin here.
+MIDDLE = 0x20_0000_0000 + HUGE
+
+small = st.tuples(
+    st.sampled_from(["anonymous", "anonymous", "file", "shared", "gap"]), st.integers(1, 5)
+)
+
+
+@st.composite
+def layouts(draw, huge, heap):
+    """Pieces side by side, with gaps: small ones, huge ones, small ones; and one of the heap."""
+    before, after = draw(st.lists(small, max_size=3)), draw(st.lists(small, max_size=3))
+    kinds = ["transparent", "gap", *(["hugetlb"] if huge else [])]
+    large = [(kind, HUGE // PAGE) for kind in draw(st.lists(st.sampled_from(kinds), max_size=2))]
+    at = MIDDLE - PAGE * sum(npages for _, npages in before)
+    pieces = [Piece(*heap, "heap")] if heap and draw(st.booleans()) else []
+    for kind, npages in [*before, *large, *after]:
+        if kind != "gap":
+            pieces.append(Piece(at, at + npages * PAGE, kind))
+        at += npages * PAGE
+    hypothesis.assume(pieces)
+    return pieces
+
+
+@st.composite
+def spans(draw, pieces):
+    """Some bytes of one piece, or of several that lie side by side."""
+    piece = draw(st.sampled_from(pieces))
+    start = draw(points(piece))
+    reach = piece.end
+    following = {p.start: p for p in pieces}
+    while reach in following and draw(st.booleans()):
+        piece = following[reach]
+        reach = piece.end
+    first, last = sorted((start, draw(points(piece))))
+    return Span(first, last + 1)
+
+
+def points(piece):
+    """Bytes of a piece, many of them at the ends of its pages."""
+    pages = piece.pages()
+    ends = st.sampled_from([*pages[:3], *pages[-3:]]).flatmap(
+        lambda page: st.sampled_from([page.start, page.start + 1, page.end - 2, page.end - 1])
+    )
+    anywhere = st.integers(piece.start, piece.end - 1)
+    return (ends | anywhere).map(lambda at: min(max(at, piece.start), piece.end - 1))
+
+
+# ---- the test -------------------------------------------------------------------------------
+
+
+def live(data, model, checked):
+    """One layout's life."""
+    with contextlib.ExitStack() as held:
+        for _ in range(data.draw(st.integers(1, 8))):
+            register(data, model, held)
+        parts = merged(model.fates())
+        compare(child(look_twice, parts), parts, "a child")
+        checked.update(state for _, _, fate in parts for state in fate)
+        kept = [(start, end, {PRESENT}) for start, end, _ in parts]
+        compare(look(kept), kept, "the parent")
+    compare(child(look, kept), kept, "a child after all is released")
+
+
+def register(data, model, held):
+    span = data.draw(spans(model.pieces))
+    on_fork = data.draw(st.sampled_from(["omit", "omit", "wipe", "wipe", "keep"]))
+    owner = data.draw(st.sampled_from([None, model]))
+    nbytes = span.end - span.start
+    allowed = model.refusals(span, on_fork)
+    try:
+        held.enter_context(
+            rdmafork.register_address(span.start, nbytes, on_fork=on_fork, owner=owner)
+        )
+    except OSError as error:
+        assert error.errno in allowed, error
+    else:
+        assert None in allowed, f"{on_fork} was not refused"
+        model.registered.append(Registered(span, on_fork))
+
+
+def compare(found, parts, whose):
+    assert isinstance(found, list), f"{whose}: {found!r}"
+    for states, (start, end, fate) in zip(found, parts, strict=True):
+        assert states <= fate, f"{whose}: 0x{start:x}-0x{end:x} is {states}, to be {fate}"
+
+
+def explore(mode, whole, huge):
+    rdmafork.fork_init(mode)
+    trusted = rdmafork.kernel_info().copy_on_fork_trusted
+    whole = whole or not trusted
+    # Its neighbours' bytes are the child's life.
+    heap = (libc.malloc(50_000), 50_000)
+    checked = Counter()
+
+    @hypothesis.settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    @hypothesis.given(st.data())
+    def explored(data):
+        pieces = data.draw(layouts(huge, heap and (heap[0], sum(heap))))
+        for piece in pieces:
+            make(piece)
+        try:
+            live(data, Model(pieces, whole, trusted), checked)
+            checked["layouts"] += 1
+        finally:
+            for piece in pieces:
+                unmake(piece)
+
+    explored()
+    print(dict(checked))
+    assert checked["layouts"] >= EXAMPLES
+    assert checked[ABSENT] and checked[ZERO] and checked[PRESENT]
+
+
+@pytest.mark.parametrize("edges", ["", "whole"])
+@pytest.mark.parametrize("mode", [LAZY, "eager"])
+def test_a_child_finds_what_the_model_says(mode, edges):
+    env = {"RDMAFORK_EDGES": edges}
+    run(explore, mode, edges == "whole", False, env=env)
+
+
+@pytest.mark.parametrize("edges", ["", "whole"])
+@pytest.mark.parametrize("mode", [LAZY, "eager"])
+def test_a_child_finds_what_the_model_says_of_huge_pages(mode, edges, hugepages):
+    hugepages(8)
+    env = {"RDMAFORK_EDGES": edges}
+    run(explore, mode, edges == "whole", True, env=env)

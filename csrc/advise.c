@@ -538,6 +538,28 @@ static int ask_unheld_ends(struct rf_advisor *advisor, struct rf_slot *slot)
 	return rc;
 }
 
+/* No page of it is marked, so madvise() has not refused it: is it part of a huge page? */
+static int refuse_huge_ends(struct rf_advisor *advisor, struct rf_slot *slot,
+			    struct rf_error *error)
+{
+	int rc = rf_vma_open(&advisor->reader);
+	bool huge;
+
+	if (rc >= 0) {
+		rc = rf_advise_ask_ends(advisor, slot);
+		rf_vma_close(&advisor->reader);
+	}
+	huge = slot->start_shift || slot->end_shift;
+	slot->start_shift = 0;
+	slot->end_shift = 0;
+	if (rc >= 0 && !huge)
+		return 0;
+	error->cause = huge ? RF_CAUSE_WIPE : RF_CAUSE_NO_PROC;
+	error->start = slot->start;
+	error->end = slot->end;
+	return huge ? -EINVAL : rc;
+}
+
 int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking, bool *ask,
 		  struct rf_error *error)
 {
@@ -554,7 +576,7 @@ int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking
 		(void)ask_unheld_ends(advisor, slot);
 	rf_advise_extent(advisor, slot, &start, &end);
 	if (start >= end)
-		return 0;
+		return advisor->policy == RF_WIPE ? refuse_huge_ends(advisor, slot, error) : 0;
 	rf_advise_count(advisor, slot, start, end, held ? 0 : RF_RANGE_DOUBT);
 	rc = -EINVAL;
 	if (forking && advisor->policy == RF_WIPE)

@@ -62,18 +62,19 @@ static int keep(struct rf_engine *engine, const struct rf_slot *slot, struct rf_
 
 static int wipe(struct rf_engine *engine, struct rf_slot *slot, struct rf_error *error)
 {
+	bool forking = __atomic_load_n(&engine->window, __ATOMIC_RELAXED);
 	uintptr_t start, end;
 	bool ask;
 	int rc;
 
 	rf_advise_extent(&engine->wiper, slot, &start, &end);
 	if (start >= end)
-		return 0;
+		return rf_advise_now(&engine->wiper, slot, forking, &ask, error);
 	if (rf_wiped_add(&engine->wiped, start, end, &slot->note) < 0) {
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
-	rc = rf_advise_now(&engine->wiper, slot, false, &ask, error);
+	rc = rf_advise_now(&engine->wiper, slot, forking, &ask, error);
 	if (rc >= 0)
 		slot->flags |= RF_SLOT_COUNTED;
 	else

@@ -129,6 +129,10 @@ def test_huge_pages_are_not_wiped():
         with pytest.raises(OSError, match="base pages") as caught:
             register(memory, on_fork="wipe")
         assert caught.value.errno == errno.EINVAL
+        # Too little of one for a page to be marked, and yet.
+        with memoryview(memory)[100:164] as part, pytest.raises(OSError, match="base pages"):
+            register(part, on_fork="wipe")
+        assert rdmafork.stats().registrations == 0
         with register(memory, on_fork="keep"):
             pass
         memory.close()

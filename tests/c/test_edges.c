@@ -361,7 +361,7 @@ static void room_is_taken_at_the_registration(void)
 	check_empty();
 }
 
-static struct region in_window;
+static struct region in_window = { .start = 9 * 4096 + 9, .end = 10 * 4096 + 9 };
 static bool registering;
 
 static void register_in_the_window(void)
@@ -369,7 +369,7 @@ static void register_in_the_window(void)
 	if (!registering)
 		return;
 	registering = false;
-	add(&in_window, 9 * check_page + 9, 10 * check_page + 9, RF_OMIT);
+	add(&in_window, in_window.start, in_window.end, in_window.policy);
 }
 
 __attribute__((constructor(101))) static void install_before(void)
@@ -380,20 +380,25 @@ __attribute__((constructor(101))) static void install_before(void)
 /* After the fold, before the child is made. */
 static void registered_while_a_fork_is_under_way(void)
 {
+	static const enum rf_policy policies[] = { RF_OMIT, RF_WIPE };
 	struct region region, both[2];
+	size_t i;
 
 	prepare_memory(PAGES);
 	start_whole();
 	add(&region, 100, 200, RF_OMIT);
-	registering = true;
-	both[0] = region;
-	both[1] = (struct region){ 9 * check_page + 9, 10 * check_page + 9, RF_OMIT, { 0 } };
-	model(both, 2);
-	check_children();
-	CHECK(!registering);
-	check_children();
+	for (i = 0; i < COUNT_OF(policies); i++) {
+		in_window.policy = policies[i];
+		both[0] = region;
+		both[1] = in_window;
+		model(both, 2);
+		registering = true;
+		check_children();
+		CHECK(!registering);
+		check_children();
+		check_release(in_window.handle);
+	}
 	check_release(region.handle);
-	check_release(in_window.handle);
 	check_empty();
 }
 

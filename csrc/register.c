@@ -123,15 +123,20 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 	return 0;
 }
 
-/* So that the fork to come need not ask for memory. */
+/*
+ * So that the fork to come need not ask for memory. Of many registrations in the same huge
+ * pages this is far more than what a fork saves, so past a limit it asks when it knows.
+ */
 static int reserve_edges(struct rf_engine *engine)
 {
 	const struct rf_advisor *advisor = &engine->advisor, *wiper = &engine->wiper;
+	const uint64_t limit = (uint64_t)64 << 20;
+	uint64_t gaps = (uint64_t)advisor->gaps.count + wiper->gaps.count;
+	uint64_t nbytes = advisor->gap_bytes + wiper->gap_bytes;
 
-	if (rf_likely(!advisor->gaps.count && !wiper->gaps.count))
+	if (rf_likely(!gaps))
 		return 0;
-	return rf_edges_reserve(&engine->edges, (uint64_t)advisor->gaps.count + wiper->gaps.count,
-				advisor->gap_bytes + wiper->gap_bytes);
+	return rf_edges_reserve(&engine->edges, gaps, nbytes < limit ? nbytes : limit);
 }
 
 /* Say so if children will lack what else is on @page. */

@@ -170,10 +170,13 @@ def test_huge_pages(mode, huge):
     assert mapping_at(address - 1).permissions == mapping_at(end).permissions == "---p"
     array = np.frombuffer(buffer, dtype=np.uint8)
     array[:] = 7
-    count = len(smaps())
-    with rdmafork.register(memoryview(buffer)[100:5000]):
-        assert child(read, address) == signal.SIGSEGV
-        assert "dc" in vm_flags(address) and len(smaps()) == count
+    counts = []
+    for _ in range(3):  # the first time the engine makes room for itself
+        with rdmafork.register(memoryview(buffer)[100:5000]):
+            assert child(read, address) == signal.SIGSEGV
+            assert "dc" in vm_flags(address)
+            counts.append(len(smaps()))
+    assert counts[1] == counts[2]
     assert array.min() == array.max() == 7
     assert free_huge_pages() == before - 3
     del array

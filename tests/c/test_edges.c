@@ -247,6 +247,28 @@ static void parts_of_huge_pages_lazy(void)
 	parts_of_huge_pages(RF_MODE_LAZY);
 }
 
+/* Each has nearly all of the same huge page for its gaps: what is set aside has a limit. */
+static void many_in_one_huge_page(void)
+{
+	struct region regions[1000];
+	size_t i, before = check_vmas();
+
+	nbytes = CHECK_HUGE;
+	memory = check_map_huge(1, MAP_PRIVATE);
+	fill();
+	start("", RF_MODE_EAGER);
+	for (i = 0; i < COUNT_OF(regions); i++)
+		add(&regions[i], 2 * i * 1000, (2 * i + 1) * 1000, RF_OMIT);
+	check_fork();
+	CHECK(rf_engine.edges.spare->mapped <= (size_t)256 << 20);
+	model(regions, COUNT_OF(regions));
+	check_children();
+	for (i = 0; i < COUNT_OF(regions); i++)
+		check_release(regions[i].handle);
+	CHECK(check_vmas() < before + 10);
+	check_empty();
+}
+
 /* A library's data, say. */
 static void a_private_file(void)
 {
@@ -483,6 +505,7 @@ int main(int argc, char **argv)
 		SCENARIO_SLOW(many_share_pages),
 		SCENARIO_HUGE(parts_of_huge_pages_eager),
 		SCENARIO_HUGE(parts_of_huge_pages_lazy),
+		SCENARIO_HUGE(many_in_one_huge_page),
 		SCENARIO(a_private_file),
 		SCENARIO(what_cannot_be_read_is_no_harm),
 		SCENARIO(failures_invent_nothing),

@@ -328,6 +328,11 @@ void rf_edges_restore(const struct rf_edges *edges)
 		put_back(shown, &shown->pieces[at], 0, UINTPTR_MAX, false);
 }
 
+uint64_t rf_edges_bytes(const struct rf_edges *edges)
+{
+	return (edges->shown ? edges->shown->used : 0) + (edges->spare ? edges->spare->used : 0);
+}
+
 void rf_edges_clear(struct rf_edges *edges)
 {
 	struct rf_snapshot *shown = edges->shown, *spare = edges->spare;

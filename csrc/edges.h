@@ -77,6 +77,9 @@ bool rf_edges_next(const struct rf_edges *edges, uint32_t *at, uintptr_t *start,
 /* In a child, before it maps anything: give back what was saved, where pages are absent. */
 void rf_edges_restore(const struct rf_edges *edges);
 
+/* What the snapshots take, as far as they have been written to. */
+uint64_t rf_edges_bytes(const struct rf_edges *edges);
+
 /* Drop what was saved. */
 void rf_edges_clear(struct rf_edges *edges);
 

@@ -191,6 +191,8 @@ static void count_ranges(const struct rf_advisor *advisor, struct rf_stats *stat
 	/* What has been written to; reserved pages beyond take no memory. */
 	stats->engine_bytes += (uint64_t)ranges->leaves_touched * sizeof(struct rf_leaf) +
 			       (uint64_t)ranges->leaf_count * sizeof(struct rf_leaf_entry) +
+			       (uint64_t)advisor->gaps.leaves_touched * sizeof(struct rf_leaf) +
+			       (uint64_t)advisor->gaps.leaf_count * sizeof(struct rf_leaf_entry) +
 			       advisor->reader.table.mapped;
 	for (range = rf_ranges_at(ranges, cursor); range;
 	     range = rf_ranges_next(ranges, &cursor)) {
@@ -217,7 +219,8 @@ RF_API int rf_stats(struct rf_stats *stats)
 	stats->pending = engine->registry.listed;
 	stats->forks = engine->forks;
 	stats->forks_unprepared = __atomic_load_n(&engine->forks_unprepared, __ATOMIC_RELAXED);
-	stats->engine_bytes += (uint64_t)engine->registry.touched * sizeof(struct rf_slot);
+	stats->engine_bytes += (uint64_t)engine->registry.touched * sizeof(struct rf_slot) +
+			       rf_edges_bytes(&engine->edges);
 	rf_leave();
 	return 0;
 }

@@ -10,7 +10,7 @@ BUILT := .venv/built
 LINTERS := .venv/linters
 GUESTS := .venv/guests
 SOURCES := $(wildcard csrc/*.c)
-HEADERS := $(wildcard csrc/*.h)
+HEADERS := $(wildcard csrc/*.h csrc/*.map)
 MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
 CTESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
 

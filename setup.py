@@ -12,13 +12,13 @@ from setuptools.modified import newer_group
 
 LIBRARY = "rdmafork.librdmafork"
 MODULES = ("_buffer", "_core", "_dlpack", "_pins", "_verbs")
-HEADERS = sorted(glob("csrc/*.h") + glob("rdmafork/*.pxd"))
+HEADERS = sorted(glob("csrc/*.h") + glob("csrc/*.map") + glob("rdmafork/*.pxd"))
 FLAGS = (
     "-std=gnu11 -O2 -DNDEBUG -fPIC -pthread -fvisibility=hidden "
     "-Wall -Wextra -Wshadow -Werror=implicit-function-declaration"
 ).split()
 LINK = (
-    "-shared -pthread -Wl,-soname,librdmafork.so "
+    "-shared -pthread -Wl,-soname,librdmafork.so -Wl,--version-script=csrc/librdmafork.map "
     "-Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,nodelete -Wl,-z,relro -Wl,-z,now"
 ).split()
 

@@ -25,11 +25,14 @@ void rf_clear(void)
 	rf_advisor_clear(&engine->wiper);
 	rf_edges_clear(&engine->edges);
 	rf_guards_clear(&engine->guards);
+	rf_index_clear(&engine->ibv_ranges);
 	engine->mode_inherited = engine->mode != RF_MODE_NONE;
 	engine->registered = false;
 	engine->clear_when_left = false;
 	engine->forks = 0;
 	engine->forks_unprepared = 0;
+	engine->ibv_calls = 0;
+	engine->ibv_unbalanced = 0;
 }
 
 bool rf_become_child(void)
@@ -58,6 +61,7 @@ bool rf_become_child(void)
 			rf_memory_abandon(&engine->registry.slots);
 			rf_advisor_abandon(&engine->advisor);
 			rf_advisor_abandon(&engine->wiper);
+			rf_index_abandon(&engine->ibv_ranges);
 		}
 		rf_clear();
 		__atomic_store_n(&engine->lock.word, 0, __ATOMIC_RELEASE);

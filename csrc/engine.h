@@ -24,6 +24,7 @@
 #include "descriptors.h"
 #include "edges.h"
 #include "guards.h"
+#include "index.h"
 #include "lock.h"
 #include "registry.h"
 #include "wiped.h"
@@ -44,6 +45,8 @@ struct rf_engine {
 	uint64_t forks, forks_unprepared;
 	struct rf_registry registry;
 	struct rf_advisor advisor, wiper;	/* of RF_OMIT, of RF_WIPE */
+	struct rf_index ibv_ranges;	/* what came through ibv_dontfork_range() */
+	uint64_t ibv_calls, ibv_unbalanced;
 	struct rf_descriptors descriptors;
 	struct rf_wiped wiped;
 	struct rf_edges edges;

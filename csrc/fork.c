@@ -72,6 +72,7 @@ __attribute__((constructor)) static void install(void)
 	size_t nbytes = 64 * 1024; /* the largest base page */
 
 	rf_registry_init(&engine->registry);
+	rf_index_init(&engine->ibv_ranges);
 	rf_advisor_init(&engine->advisor, RF_OMIT, &engine->wiper, &engine->edges);
 	rf_advisor_init(&engine->wiper, RF_WIPE, &engine->advisor, &engine->edges);
 	engine->edges.omitted.pages = &engine->advisor.ranges;

@@ -34,7 +34,7 @@ extern "C" {
 #define RF_API __attribute__((visibility("default")))
 
 /* Changes when a caller compiled against an older header would misbehave. */
-#define RF_ABI 1
+#define RF_ABI 2
 
 enum rf_mode {
 	RF_MODE_NONE = 0,	/* rf_fork_init() has not been called */
@@ -137,6 +137,14 @@ RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
  */
 RF_API int rf_release(struct rf_handle handle, unsigned int flags);
 
+/*
+ * This library is libibverbs' fork support, too, where it is found before libibverbs
+ * (LD_PRELOAD): ibv_fork_init(), ibv_is_fork_initialized(), ibv_dontfork_range() and
+ * ibv_dofork_range(). With @yes, calls of the last two by this thread do nothing: what
+ * it has libibverbs register and deregister meanwhile is registered here already.
+ */
+RF_API void rf_ranges_own(int yes);
+
 /* 1 live and protected, 0 live and not protected, -ESTALE, -ECHILD. */
 RF_API int rf_handle_state(struct rf_handle handle);
 
@@ -205,6 +213,9 @@ struct rf_stats {
 	uint64_t forks;			/* forks through libc seen by the handlers */
 	uint64_t forks_unprepared;	/* from a signal handler inside the engine */
 	uint64_t engine_bytes;		/* memory the engine's tables take */
+	uint64_t ibv_ranges;		/* registrations that ibv_dontfork_range() made, live */
+	uint64_t ibv_calls;		/* of ibv_dontfork_range() and ibv_dofork_range() */
+	uint64_t ibv_unbalanced;	/* of these, releases of what was not registered */
 };
 
 /* Fills *@stats. 0, or -EDEADLK. */

@@ -220,7 +220,10 @@ RF_API int rf_stats(struct rf_stats *stats)
 	stats->forks = engine->forks;
 	stats->forks_unprepared = __atomic_load_n(&engine->forks_unprepared, __ATOMIC_RELAXED);
 	stats->engine_bytes += (uint64_t)engine->registry.touched * sizeof(struct rf_slot) +
-			       rf_edges_bytes(&engine->edges);
+			       rf_edges_bytes(&engine->edges) + engine->ibv_ranges.entries.mapped;
+	stats->ibv_ranges = engine->ibv_ranges.used;
+	stats->ibv_calls = engine->ibv_calls;
+	stats->ibv_unbalanced = engine->ibv_unbalanced;
 	rf_leave();
 	return 0;
 }

@@ -60,6 +60,7 @@ cdef extern from "rdmafork.h" nogil:
         const void *address, size_t nbytes, unsigned int flags, rf_policy policy,
         rf_handle *handle, rf_error *error)
     int rf_release(rf_handle handle, unsigned int flags)
+    void rf_ranges_own(int yes)
     int rf_handle_state(rf_handle handle)
     uint32_t rf_generation()
 
@@ -100,6 +101,9 @@ cdef extern from "rdmafork.h" nogil:
         uint64_t forks
         uint64_t forks_unprepared
         uint64_t engine_bytes
+        uint64_t ibv_ranges
+        uint64_t ibv_calls
+        uint64_t ibv_unbalanced
 
     int rf_get_stats "rf_stats"(rf_stats *stats)
 

@@ -475,6 +475,9 @@ def stats():
         forks=numbers.forks,
         forks_unprepared=numbers.forks_unprepared,
         engine_bytes=numbers.engine_bytes,
+        ibv_ranges=numbers.ibv_ranges,
+        ibv_calls=numbers.ibv_calls,
+        ibv_unbalanced=numbers.ibv_unbalanced,
     )
 
 

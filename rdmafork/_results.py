@@ -78,6 +78,9 @@ class Stats(NamedTuple):
     forks: int  #: through libc, since fork_init()
     forks_unprepared: int  #: of these, by a signal handler that interrupted the engine
     engine_bytes: int  #: memory the engine's own tables take
+    ibv_ranges: int  #: registrations made by others through ibv_dontfork_range(), live
+    ibv_calls: int  #: of ibv_dontfork_range() and ibv_dofork_range(), that came here
+    ibv_unbalanced: int  #: of these, releases of what was not registered
 
 
 class KernelInfo(NamedTuple):

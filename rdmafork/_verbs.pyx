@@ -11,6 +11,10 @@ children first, and one that is collected has none any more. A child leaves its
 parent's set first thing in its __dealloc__, and with the GIL nothing comes before
 that: an address in the set is that of a living object. Calls under way in other
 threads are counted, and waited for by who closes.
+
+A region is registered with the engine before libibverbs sees it. Where the engine
+is libibverbs' own fork support too, it would hear of the region a second time: the
+calls that pin and unpin say that it is ours (rf_ranges_own()).
 """
 
 cimport cython
@@ -601,6 +605,7 @@ cdef int pin(MemoryRegion region) except -1:
     cdef ibv_pd *pd = region.domain.pd
     cdef int error
     with nogil:
+        rf_ranges_own(True)
         if access & OPTIONAL and verbs.reg_mr_iova2 != NULL:
             region.mr = verbs.reg_mr_iova2(
                 pd, <void *>region.start, region.length, region.start, access)
@@ -608,7 +613,18 @@ cdef int pin(MemoryRegion region) except -1:
             region.mr = verbs.reg_mr(
                 pd, <void *>region.start, region.length, <int>(access & ~OPTIONAL))
         error = errno
+        rf_ranges_own(False)
     return 0 if region.mr != NULL else error or EIO
+
+
+cdef int unpin(ibv_mr *mr) noexcept:
+    """0, or the errno."""
+    cdef int rc
+    with nogil:
+        rf_ranges_own(True)
+        rc = verbs.dereg_mr(mr)
+        rf_ranges_own(False)
+    return rc
 
 
 cdef object refusal(int error, MemoryRegion region):
@@ -689,8 +705,7 @@ cdef class MemoryRegion(Registration):
             return
         enter_to_close(self.domain)
         drop_child(self.domain, self)
-        with nogil:
-            rc = verbs.dereg_mr(mr)
+        rc = unpin(mr)
         leave(self.domain)
         if rc and rc != EIO:
             abandon(self)
@@ -709,8 +724,7 @@ cdef class MemoryRegion(Registration):
         if self.slot.generation == rf_generation():
             enter_to_close(self.domain)
             try:
-                with nogil:
-                    rc = verbs.dereg_mr(self.mr)
+                rc = unpin(self.mr)
                 if rc and rc != EIO:
                     self.open = True
                     raise OSError(rc, f"{self!r} cannot be deregistered: " + (

@@ -1,17 +1,20 @@
 """What libibverbs' fork support gets wrong, one test a defect; the numbers are historic.
 
-Each scenario runs with rdmafork, in both modes, and must pass. Where an affected libibverbs is
-installed the same scenario runs with it and must fail, which proves that it can
-(test_it_goes_wrong_with_libibverbs).
+Each scenario runs with rdmafork, in both modes, and must pass; so it must through libibverbs' own
+symbols where librdmafork.so is preloaded. Where an affected libibverbs is installed the same
+scenario runs with it and must fail, which proves that it can (test_it_goes_wrong_with_libibverbs).
 """
 
+import contextlib
 import ctypes
 import errno
+import importlib
 import os
 import resource
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 
 import pytest
@@ -90,7 +93,24 @@ class Libibverbs:
         return self.library.ibv_is_fork_initialized()
 
 
-ENGINES = {"rdmafork": Rdmafork, "libibverbs": Libibverbs}
+class Preloaded(Libibverbs):
+    """As a program reaches the four symbols: by the process's own scope, libibverbs in it too."""
+
+    def __init__(self, mode=None):
+        sys.path.append("/usr/lib/python3/dist-packages")  # Debian's pyverbs
+        for load in (lambda: ctypes.CDLL("libibverbs.so.1", os.RTLD_GLOBAL), self.pyverbs):
+            with contextlib.suppress(ImportError, OSError):
+                load()
+        self.library = ctypes.CDLL(None, use_errno=True)
+        if mode:
+            assert self.library.ibv_fork_init() == 0
+
+    @staticmethod
+    def pyverbs():
+        importlib.import_module("pyverbs.device")
+
+
+ENGINES = {"rdmafork": Rdmafork, "libibverbs": Libibverbs, "preloaded": Preloaded}
 
 
 def pages(start, count):
@@ -832,6 +852,21 @@ PROOFS = [
     pytest.param(false_negative, None, id="15"),
     pytest.param(shared_memory_marked, None, id="21"),
 ]
+
+
+@pytest.mark.parametrize("mode", ["auto", "eager"])
+@pytest.mark.parametrize(("scenario", "variable"), PROOFS)
+def test_it_goes_right_through_libibverbs_symbols(scenario, variable, mode):
+    import rdmafork
+
+    if scenario is pid_namespace:
+        needs_unshare()
+    if scenario is page_sharing:
+        needs_trust()
+    prefix = UNSHARE if scenario is pid_namespace else ()
+    env = {"RDMAV_HUGEPAGES_SAFE": variable, "RDMAFORK_MODE": mode}
+    wish = None if scenario is false_negative else mode
+    run(scenario, "preloaded", wish, env=env, prefix=prefix, preload=rdmafork.get_library())
 
 
 def tracks():

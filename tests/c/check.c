@@ -454,6 +454,7 @@ void check_sound(void)
 	rf_ranges_check(&rf_engine.advisor.ranges);
 	rf_ranges_check(&rf_engine.wiper.ranges);
 	rf_registry_check(&rf_engine.registry);
+	rf_index_check(&rf_engine.ibv_ranges);
 	CHECK(!rf_engine.advisor.reader.depth, "a round of questions was left open");
 }
 
@@ -468,6 +469,7 @@ void check_empty(void)
 	CHECK(!stats.pending, "%lu", (unsigned long)stats.pending);
 	CHECK(!stats.unreleased_bytes, "%lu", (unsigned long)stats.unreleased_bytes);
 	CHECK(!stats.ranges, "%lu", (unsigned long)stats.ranges);
+	CHECK(!stats.ibv_ranges, "%lu", (unsigned long)stats.ibv_ranges);
 	CHECK(!stats.marked_ranges && !stats.marked_bytes && !stats.vmas);
 	CHECK(!stats.left_ranges && !stats.left_bytes);
 	CHECK(!rf_engine.advisor.ranges.retries && !rf_engine.wiper.ranges.retries);

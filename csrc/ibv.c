@@ -1,0 +1,285 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * libibverbs' own fork support, with this engine behind it: the four functions that
+ * libibverbs, its drivers and programs reach through the dynamic symbol table.
+ * Where this library comes first in that (LD_PRELOAD), every RDMA program in the
+ * process is protected, unmodified.
+ *
+ * The caller keeps no handle and does not hold the memory, so it is marked at once,
+ * unless $RDMAFORK_MODE says lazy. Nobody needs to ask for protection first. Other
+ * than in libibverbs, a release of what was not registered changes nothing.
+ *
+ * Contract: ibv_fork_init(3); the other three are declared in infiniband/verbs.h and
+ * infiniband/driver.h. fork_init returns 0 or an errno, the range functions 0, or -1
+ * with errno set.
+ */
+#define _GNU_SOURCE /* secure_getenv() */
+#include "engine.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/auxv.h>
+
+/* enum ibv_fork_status */
+#define DISABLED 0
+#define ENABLED 1
+#define UNNEEDED 2
+
+/* Static storage: no malloc() at its first use, in whatever thread. */
+static __thread int own __attribute__((tls_model("initial-exec")));
+
+RF_API void rf_ranges_own(int yes)
+{
+	own = yes;
+}
+
+/* Unasked, so a failure is no one's: then nothing is protected, as in libibverbs. */
+static void start(void)
+{
+	static bool failed;
+	struct rf_error error;
+
+	if (rf_likely(rf_mode() != RF_MODE_NONE) || __atomic_load_n(&failed, __ATOMIC_RELAXED))
+		return;
+	if (rf_fork_init(RF_MODE_AUTO, &error) < 0)
+		__atomic_store_n(&failed, true, __ATOMIC_RELAXED);
+}
+
+/* Nobody holds the memory, but whoever asks for lazy by name says that somebody does. */
+static unsigned int flags(void)
+{
+	static int asked; /* 0 not read, 1 yes, -1 no */
+	int lazy = __atomic_load_n(&asked, __ATOMIC_RELAXED);
+	const char *mode;
+
+	if (!lazy) {
+		mode = secure_getenv("RDMAFORK_MODE");
+		lazy = mode && !strcmp(mode, "lazy") ? 1 : -1;
+		__atomic_store_n(&asked, lazy, __ATOMIC_RELAXED);
+	}
+	return lazy > 0 && rf_mode() == RF_MODE_LAZY ? RF_HELD : 0;
+}
+
+static int register_range(uintptr_t begin, uintptr_t end, struct rf_entry *entry)
+{
+	struct rf_error error;
+
+	entry->start = begin;
+	entry->end = end;
+	return rf_register((const void *)begin, end - begin, flags(), RF_OMIT, &entry->handle,
+			   &error);
+}
+
+static int remember(const struct rf_entry *entry)
+{
+	struct rf_engine *engine = &rf_engine;
+	int rc = rf_enter(0);
+
+	if (rc < 0)
+		return rc;
+	engine->ibv_calls++;
+	rc = rf_index_reserve(&engine->ibv_ranges, 1);
+	if (rc >= 0)
+		rf_index_add(&engine->ibv_ranges, entry);
+	rf_leave();
+	return rc;
+}
+
+static int dontfork(uintptr_t begin, size_t nbytes)
+{
+	struct rf_entry entry;
+	int rc;
+
+	start();
+	rc = register_range(begin, begin + nbytes, &entry);
+	if (rc < 0)
+		return rc;
+	rc = remember(&entry);
+	if (rc < 0)
+		(void)rf_release(entry.handle, 0);
+	return rc;
+}
+
+/* What is left of a registration when [@start, @end) of it is released. */
+struct rest {
+	struct rf_entry parts[2];
+	unsigned int count;
+};
+
+static void forget_rest(const struct rest *rest)
+{
+	unsigned int i;
+
+	for (i = 0; i < rest->count; i++)
+		(void)rf_release(rest->parts[i].handle, 0);
+}
+
+static int register_rest(const struct rf_entry *whole, uintptr_t begin, uintptr_t end,
+			 struct rest *rest)
+{
+	int rc = 0;
+
+	rest->count = 0;
+	if (whole->start < begin)
+		rc = register_range(whole->start, begin, &rest->parts[rest->count++]);
+	if (rc >= 0 && end < whole->end)
+		rc = register_range(end, whole->end, &rest->parts[rest->count++]);
+	if (rc < 0) {
+		rest->count--;
+		forget_rest(rest);
+	}
+	return rc;
+}
+
+/* Put @rest in the place of @whole. -ESTALE: another thread has released that. */
+static int exchange(struct rf_entry *whole, const struct rest *rest)
+{
+	struct rf_index *index = &rf_engine.ibv_ranges;
+	struct rf_entry *entry;
+	unsigned int i;
+	int rc = rf_enter(0);
+
+	if (rc < 0)
+		return rc;
+	rc = rf_index_reserve(index, rest->count);
+	entry = rf_index_find(index, whole->start, whole->end);
+	if (rc >= 0 && !entry)
+		rc = -ESTALE;
+	if (rc >= 0) {
+		/* Whichever has these bytes: they are all the same. */
+		*whole = *entry;
+		rf_index_remove(index, entry);
+		for (i = 0; i < rest->count; i++)
+			rf_index_add(index, &rest->parts[i]);
+	}
+	rf_leave();
+	return rc;
+}
+
+/* 1; 0: @whole is not there any more. */
+static int release_part(struct rf_entry *whole, uintptr_t begin, uintptr_t end)
+{
+	struct rest rest;
+	int rc = register_rest(whole, begin, end, &rest);
+
+	if (rc < 0)
+		return rc;
+	rc = exchange(whole, &rest);
+	if (rc < 0) {
+		forget_rest(&rest);
+		return rc == -ESTALE ? 0 : rc;
+	}
+	/* After the rest is counted: no page of that is unmarked in between. */
+	rc = rf_release(whole->handle, 0);
+	return rc < 0 ? rc : 1;
+}
+
+/*
+ * Is every page of [@begin, @end) registered? The first that touches one is *@found.
+ * Else this is a release too many, of which no part may be taken for another's.
+ */
+static int find_all(uintptr_t begin, uintptr_t end, size_t page_size, struct rf_entry *found)
+{
+	struct rf_engine *engine = &rf_engine;
+	const size_t mask = page_size - 1;
+	const struct rf_entry *entry;
+	uintptr_t at = begin;
+	int rc = rf_enter(0);
+
+	if (rc < 0)
+		return rc;
+	while (at < end) {
+		entry = rf_index_first(&engine->ibv_ranges, at, end, page_size);
+		if (!entry || (entry->start & ~mask) > at)
+			break;
+		if (at == begin)
+			*found = *entry;
+		at = (entry->end + mask) & ~mask;
+	}
+	engine->ibv_unbalanced += at < end;
+	rf_leave();
+	return at >= end;
+}
+
+/*
+ * A range that was not registered as such: part of one, or several. libibverbs counts
+ * pages, so here too every page is released once.
+ */
+static int release_pages(uintptr_t begin, uintptr_t end)
+{
+	const size_t page_size = getauxval(AT_PAGESZ), mask = page_size - 1;
+	struct rf_entry whole = { .end = 0 };
+	int rc;
+
+	begin &= ~mask;
+	end = end > UINTPTR_MAX - mask || end < begin ? UINTPTR_MAX & ~mask : (end + mask) & ~mask;
+	while (begin < end) {
+		rc = find_all(begin, end, page_size, &whole);
+		if (rc <= 0)
+			return rc;
+		rc = release_part(&whole, begin, end);
+		if (rc < 0)
+			return rc;
+		/* Else another thread was faster: look again. */
+		if (rc > 0)
+			begin = (whole.end + mask) & ~mask;
+	}
+	return 0;
+}
+
+static int dofork(uintptr_t begin, size_t nbytes)
+{
+	struct rf_engine *engine = &rf_engine;
+	struct rf_entry *entry;
+	struct rf_handle handle;
+	int rc = rf_enter(0);
+
+	if (rc < 0)
+		return rc;
+	engine->ibv_calls++;
+	entry = rf_index_find(&engine->ibv_ranges, begin, begin + nbytes);
+	if (rf_likely(entry)) {
+		handle = entry->handle;
+		rf_index_remove(&engine->ibv_ranges, entry);
+	}
+	rf_leave();
+	return rf_likely(entry) ? rf_release(handle, 0) : release_pages(begin, begin + nbytes);
+}
+
+static int done(int rc)
+{
+	if (rc >= 0)
+		return 0;
+	errno = -rc;
+	return -1;
+}
+
+RF_API int ibv_dontfork_range(void *base, size_t size)
+{
+	return !base || !size || own ? 0 : done(dontfork((uintptr_t)base, size));
+}
+
+RF_API int ibv_dofork_range(void *base, size_t size)
+{
+	return !base || !size || own ? 0 : done(dofork((uintptr_t)base, size));
+}
+
+RF_API int ibv_fork_init(void)
+{
+	struct rf_error error;
+	int rc = rf_fork_init(RF_MODE_AUTO, &error);
+
+	return rc < 0 ? -rc : 0;
+}
+
+/* Others act on it: UNNEEDED keeps them from what would only slow a fork down, or abort it. */
+RF_API int ibv_is_fork_initialized(void)
+{
+	struct rf_kernel kernel;
+
+	rf_kernel_info(&kernel);
+	if (kernel.copy_trusted)
+		return UNNEEDED;
+	return rf_mode() == RF_MODE_NONE ? DISABLED : ENABLED;
+}

@@ -1,0 +1,442 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* The engine as libibverbs' fork support: ranges without handles. */
+#include "check.h"
+#include "engine.h"
+
+#include <pthread.h>
+
+int ibv_fork_init(void);
+int ibv_is_fork_initialized(void);
+int ibv_dontfork_range(void *base, size_t size);
+int ibv_dofork_range(void *base, size_t size);
+
+#define PAGES 16
+
+static struct rf_stats stats(void)
+{
+	struct rf_stats stats;
+
+	CHECK(rf_stats(&stats) == 0);
+	return stats;
+}
+
+static void take(char *memory, size_t first, size_t end)
+{
+	errno = 77;
+	CHECK(ibv_dontfork_range(memory + first * check_page, (end - first) * check_page) == 0);
+	CHECK(errno == 77);
+}
+
+static void give(char *memory, size_t first, size_t end)
+{
+	errno = 77;
+	CHECK(ibv_dofork_range(memory + first * check_page, (end - first) * check_page) == 0);
+	CHECK(errno == 77);
+}
+
+static void it_starts_unasked_and_marks_at_once(void)
+{
+	char *memory = check_map(PAGES);
+
+	CHECK(rf_mode() == RF_MODE_NONE);
+	take(memory, 2, 6);
+	CHECK(rf_mode() != RF_MODE_NONE);
+	CHECK(check_marked(memory, PAGES) == 4);
+	CHECK(!check_child_reads(memory + 3 * check_page));
+	CHECK(stats().ibv_ranges == 1 && stats().registrations == 1);
+	give(memory, 2, 6);
+	CHECK(check_marked(memory, PAGES) == 0);
+	CHECK(stats().ibv_calls == 2 && !stats().ibv_unbalanced);
+	CHECK(ibv_fork_init() == 0);
+	check_empty();
+}
+
+static void nothing_is_a_range_of_no_bytes(void)
+{
+	char *memory = check_map(PAGES);
+
+	CHECK(ibv_dontfork_range(NULL, check_page) == 0);
+	CHECK(ibv_dofork_range(NULL, check_page) == 0);
+	CHECK(ibv_dontfork_range(memory, 0) == 0);
+	CHECK(ibv_dofork_range(memory, 0) == 0);
+	CHECK(rf_mode() == RF_MODE_NONE && !stats().ibv_calls);
+	CHECK(ibv_fork_init() == 0);
+	check_empty();
+}
+
+static void too_late_is_said_and_nothing_protects_then(void)
+{
+	char *memory = check_map(PAGES);
+	struct rf_handle handle;
+	struct rf_error error;
+
+	CHECK(rf_register(memory, check_page, RF_HELD, RF_OMIT, &handle, &error) == 0);
+	CHECK(ibv_fork_init() == EINVAL);
+	take(memory, 2, 6);
+	CHECK(check_marked(memory, PAGES) == 0);
+	CHECK(ibv_fork_init() == EINVAL);
+	give(memory, 2, 6);
+	check_release(handle);
+	CHECK(ibv_fork_init() == EINVAL);
+	CHECK(rf_mode() == RF_MODE_NONE);
+	check_empty();
+}
+
+static void what_it_says_of_itself_is_what_others_act_on(void)
+{
+	struct rf_kernel kernel;
+
+	rf_kernel_info(&kernel);
+	CHECK(ibv_is_fork_initialized() == (kernel.copy_trusted ? 2 : 0));
+	CHECK(ibv_fork_init() == 0);
+	CHECK(ibv_fork_init() == 0);
+	CHECK(ibv_is_fork_initialized() == (kernel.copy_trusted ? 2 : 1));
+}
+
+static void failures_have_an_errno(void)
+{
+	char *memory = check_map(PAGES);
+
+	check_unmap(memory + 4 * check_page, 1);
+	CHECK(ibv_dontfork_range(memory, 8 * check_page) == -1 && errno == ENOMEM);
+	CHECK(ibv_dontfork_range(memory, SIZE_MAX - 5) == -1 && errno == EOVERFLOW);
+	CHECK(check_marked(memory, 4) == 0);
+	check_empty();
+	CHECK(ibv_dofork_range(memory, SIZE_MAX - 5) == 0);
+	CHECK(stats().ibv_unbalanced == 1);
+	take(memory, 0, 4);
+	CHECK(check_marked(memory, 4) == 4);
+	give(memory, 0, 4);
+	check_empty();
+}
+
+static void lazy_by_name_waits_for_the_fork(void)
+{
+	char *memory = check_map(PAGES);
+
+	check_needs_lazy();
+	setenv("RDMAFORK_MODE", "lazy", 1);
+	take(memory, 2, 6);
+	CHECK(rf_mode() == RF_MODE_LAZY);
+	CHECK(check_marked(memory, PAGES) == 0 && stats().pending == 1);
+	CHECK(!check_child_reads(memory + 3 * check_page));
+	CHECK(check_marked(memory, PAGES) == 4);
+	give(memory, 2, 6);
+	CHECK(check_marked(memory, PAGES) == 0);
+	check_empty();
+}
+
+static void one_release_too_many_changes_nothing(void)
+{
+	char *memory = check_map(PAGES);
+	struct rf_handle handle;
+
+	check_start(RF_MODE_EAGER);
+	handle = check_register(memory + 2 * check_page, 4 * check_page, RF_HELD);
+	take(memory, 6, 8);
+	take(memory, 4, 8);
+	give(memory, 4, 8);
+	give(memory, 4, 8);
+	CHECK(check_marked(memory, PAGES) == 6 && stats().ibv_unbalanced == 1);
+	give(memory, 6, 8);
+	give(memory, 0, PAGES);
+	give(memory, 2, 6);
+	CHECK(check_marked(memory, PAGES) == 4);
+	CHECK(stats().ibv_unbalanced == 3);
+	take(memory, 4, 8);
+	give(memory, 4, 8);
+	give(memory, 4, 8);
+	CHECK(check_marked(memory, PAGES) == 4);
+	take(memory, 0, 2);
+	CHECK(check_marked(memory, PAGES) == 6);
+	give(memory, 0, 2);
+	check_release(handle);
+	CHECK(stats().ibv_unbalanced == 4);
+	check_empty();
+}
+
+/* libibverbs counts pages: who knows that may release what he never registered as such. */
+static void parts_are_released_page_by_page(void)
+{
+	char *memory = check_map(PAGES);
+
+	take(memory, 0, 8);
+	give(memory, 2, 4);
+	CHECK(check_marked(memory, PAGES) == 6 && check_marked(memory + 2 * check_page, 2) == 0);
+	CHECK(stats().ibv_ranges == 2);
+	take(memory, 1, 6);
+	give(memory, 0, 8);
+	/* 1, 4 and 5 were there twice; 2 and 3 once. */
+	CHECK(check_marked(memory, PAGES) == 3);
+	CHECK(check_marked(memory + check_page, 1) == 1);
+	CHECK(check_marked(memory + 4 * check_page, 2) == 2);
+	give(memory, 1, 2);
+	give(memory, 4, 6);
+	CHECK(!stats().ibv_unbalanced);
+	check_empty();
+}
+
+static void unaligned_ends_are_of_their_pages(void)
+{
+	char *memory = check_map(PAGES);
+
+	take(memory, 0, 1);
+	CHECK(ibv_dontfork_range(memory + 100, 3 * check_page) == 0);
+	CHECK(ibv_dofork_range(memory + 8, 3 * check_page) == 0);
+	CHECK(stats().ibv_ranges == 1 && !stats().ibv_unbalanced);
+	CHECK(check_marked(memory + check_page, 3) == 0);
+	give(memory, 0, 1);
+	CHECK(ibv_dontfork_range(memory + 100, 200) == 0);
+	CHECK(ibv_dontfork_range(memory + 400, 200) == 0);
+	CHECK(ibv_dofork_range(memory + 400, 200) == 0);
+	CHECK(ibv_dofork_range(memory, 1) == 0);
+	CHECK(stats().ibv_ranges == 0 && !stats().ibv_unbalanced);
+	check_empty();
+}
+
+static void memory_mapped_anew_is_marked_anew(void)
+{
+	char *memory = check_map(PAGES);
+
+	take(memory, 0, 8);
+	CHECK(mmap(memory, 8 * check_page, PROT_READ | PROT_WRITE,
+		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
+	CHECK(check_marked(memory, PAGES) == 0);
+	take(memory, 0, 8);
+	CHECK(check_marked(memory, PAGES) == 8);
+	give(memory, 0, 8);
+	CHECK(check_marked(memory, PAGES) == 8);
+	give(memory, 0, 8);
+	CHECK(check_marked(memory, PAGES) == 0);
+	check_empty();
+}
+
+static void huge_pages_go_whole_and_come_back(void)
+{
+	char *huge = check_map_huge(2, MAP_PRIVATE);
+
+	CHECK(ibv_dontfork_range(huge + 64, 64) == 0);
+	CHECK(check_flags(huge) & CHECK_DC);
+	CHECK(!(check_flags(huge + CHECK_HUGE) & CHECK_DC));
+	CHECK(ibv_dofork_range(huge + 64, 64) == 0);
+	CHECK(!(check_flags(huge) & CHECK_DC));
+	CHECK(ibv_dontfork_range(huge, 2 * CHECK_HUGE) == 0);
+	CHECK(ibv_dofork_range(huge, CHECK_HUGE) == 0);
+	CHECK(!(check_flags(huge) & CHECK_DC));
+	CHECK(check_flags(huge + CHECK_HUGE) & CHECK_DC);
+	CHECK(ibv_dofork_range(huge + CHECK_HUGE, CHECK_HUGE) == 0);
+	check_empty();
+}
+
+static void what_is_registered_here_counts_once(void)
+{
+	char *memory = check_map(PAGES);
+	struct rf_handle handle;
+
+	check_start(RF_MODE_EAGER);
+	handle = check_register(memory, 4 * check_page, RF_HELD);
+	rf_ranges_own(1);
+	take(memory, 0, 4);
+	rf_ranges_own(0);
+	CHECK(stats().registrations == 1 && !stats().ibv_calls);
+	take(memory, 0, 4);
+	CHECK(stats().registrations == 2);
+	rf_ranges_own(1);
+	give(memory, 0, 4);
+	rf_ranges_own(0);
+	check_release(handle);
+	CHECK(stats().ibv_ranges == 1 && check_marked(memory, PAGES) == 4);
+	give(memory, 0, 4);
+	check_empty();
+}
+
+/* The counts a child inherits are of memory it does not have. */
+static void a_child_begins_with_none(void)
+{
+	char *memory = check_map(PAGES);
+	pid_t pid;
+
+	take(memory, 0, 4);
+	pid = fork();
+	CHECK(pid >= 0);
+	if (!pid) {
+		CHECK(!stats().ibv_ranges);
+		give(memory, 0, 4);
+		CHECK(mmap(memory, 4 * check_page, PROT_READ | PROT_WRITE,
+			   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
+		take(memory, 0, 4);
+		CHECK(check_marked(memory, 4) == 4 && stats().ibv_ranges == 1);
+		CHECK(!check_child_reads(memory));
+		give(memory, 0, 4);
+		CHECK(check_marked(memory, 4) == 0);
+		check_empty();
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	CHECK(check_marked(memory, PAGES) == 4 && stats().ibv_ranges == 1);
+	give(memory, 0, 4);
+	check_empty();
+}
+
+/* Against the naive truth: how often each page was registered more than released. */
+static void any_ranges_in_any_order(void)
+{
+	unsigned int counts[PAGES] = { 0 };
+	unsigned long round, rounds = check_scale(3000);
+	char *memory = check_map(PAGES);
+	size_t first, end, i, unbalanced;
+	bool all;
+
+	check_start(RF_MODE_EAGER);
+	for (round = 0; round < rounds; round++) {
+		first = check_below(PAGES);
+		end = first + 1 + check_below(PAGES - first);
+		if (check_below(5) < 2) {
+			take(memory, first, end);
+			for (i = first; i < end; i++)
+				counts[i]++;
+		} else {
+			for (all = true, i = first; i < end; i++)
+				all = all && counts[i];
+			for (i = first; all && i < end; i++)
+				counts[i]--;
+			unbalanced = stats().ibv_unbalanced;
+			give(memory, first, end);
+			CHECK(stats().ibv_unbalanced == unbalanced + !all);
+		}
+		check_read_smaps();
+		for (i = 0; i < PAGES; i++)
+			CHECK(!!(check_flags_read(memory + i * check_page) & CHECK_DC) ==
+			      (counts[i] > 0), "page %zu, counted %u", i, counts[i]);
+		check_sound();
+	}
+	for (i = 0; i < PAGES; i++)
+		while (counts[i]--)
+			give(memory, i, i + 1);
+	check_empty();
+}
+
+static void thousands_are_found_again(void)
+{
+	const size_t count = 20000;
+	char *memory = check_map_shared(count);
+	size_t i;
+
+	check_start(RF_MODE_EAGER);
+	for (i = 0; i < count; i++)
+		CHECK(ibv_dontfork_range(memory + i * check_page + i % 64, 64) == 0);
+	CHECK(stats().ibv_ranges == count);
+	check_sound();
+	for (i = 0; i < count; i++) {
+		size_t at = i * 7919 % count;
+
+		CHECK(ibv_dofork_range(memory + at * check_page + at % 64, 64) == 0);
+		if (i % 1000 == 0)
+			check_sound();
+	}
+	CHECK(!stats().ibv_unbalanced);
+	check_empty();
+}
+
+/* With every system call of it failing once: all of it, or nothing and an errno. */
+static void a_failure_changes_nothing(void)
+{
+	char *memory = check_map(PAGES);
+	unsigned long nth, faults = 0;
+	struct rf_stats before;
+	int rc;
+
+	check_start(RF_MODE_EAGER);
+	take(memory, 0, 8);
+	for (nth = 1;; nth++) {
+		before = stats();
+		rf_sys_fail(nth, ENOMEM);
+		rc = ibv_dontfork_range(memory + 4 * check_page, 8 * check_page);
+		rf_sys_fail(0, 0);
+		check_sound();
+		if (rc == 0)
+			give(memory, 4, 12);
+		else
+			CHECK(rc == -1 && errno == ENOMEM);
+		CHECK(stats().ibv_ranges == before.ibv_ranges);
+		CHECK(stats().registrations == before.registrations);
+		CHECK(check_marked(memory, PAGES) == 8);
+		rf_sys_fail(nth, ENOMEM);
+		rc = ibv_dofork_range(memory + 2 * check_page, 2 * check_page);
+		rf_sys_fail(0, 0);
+		check_sound();
+		if (rc == 0) {
+			take(memory, 2, 4);
+			/* Put together again, which nobody does by itself. */
+			give(memory, 0, 8);
+			take(memory, 0, 8);
+		}
+		CHECK(check_marked(memory, PAGES) == 8);
+		if (rf_sys_faults() == faults)
+			break;
+		faults = rf_sys_faults();
+	}
+	CHECK(faults > 2, "%lu", faults);
+	give(memory, 0, 8);
+	check_empty();
+}
+
+struct work {
+	char *memory;
+	unsigned long rounds;
+};
+
+static void *take_and_give(void *argument)
+{
+	const struct work *work = argument;
+	unsigned long i;
+
+	for (i = 0; i < work->rounds; i++) {
+		take(work->memory, 0, 8);
+		give(work->memory, i % 8, i % 8 + 1);
+		take(work->memory, i % 8, i % 8 + 1);
+		give(work->memory, 0, 8);
+	}
+	return NULL;
+}
+
+static void threads_take_each_other_s_ranges_apart(void)
+{
+	struct work work = { check_map(PAGES), check_scale(300) };
+	pthread_t threads[4];
+	size_t i;
+
+	check_start(RF_MODE_EAGER);
+	for (i = 0; i < COUNT_OF(threads); i++)
+		CHECK(pthread_create(&threads[i], NULL, take_and_give, &work) == 0);
+	for (i = 0; i < COUNT_OF(threads); i++)
+		CHECK(pthread_join(threads[i], NULL) == 0);
+	CHECK(check_marked(work.memory, PAGES) == 0);
+	CHECK(!stats().ibv_unbalanced);
+	check_empty();
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+		SCENARIO(it_starts_unasked_and_marks_at_once),
+		SCENARIO(nothing_is_a_range_of_no_bytes),
+		SCENARIO(too_late_is_said_and_nothing_protects_then),
+		SCENARIO(what_it_says_of_itself_is_what_others_act_on),
+		SCENARIO(failures_have_an_errno),
+		SCENARIO(lazy_by_name_waits_for_the_fork),
+		SCENARIO(one_release_too_many_changes_nothing),
+		SCENARIO(parts_are_released_page_by_page),
+		SCENARIO(unaligned_ends_are_of_their_pages),
+		SCENARIO(memory_mapped_anew_is_marked_anew),
+		SCENARIO_HUGE(huge_pages_go_whole_and_come_back),
+		SCENARIO(what_is_registered_here_counts_once),
+		SCENARIO(a_child_begins_with_none),
+		SCENARIO_SLOW(any_ranges_in_any_order),
+		SCENARIO(thousands_are_found_again),
+		SCENARIO(a_failure_changes_nothing),
+		SCENARIO_SLOW(threads_take_each_other_s_ranges_apart),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

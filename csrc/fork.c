@@ -4,6 +4,7 @@
  * errno alone, which glibc before 2.33 does not do for its callers.
  */
 #include "engine.h"
+#include "intercept.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -14,6 +15,7 @@ static void prepare(void)
 	struct rf_engine *engine = &rf_engine;
 
 	(void)rf_notice_child();
+	rf_intercept_look(true);
 	__atomic_add_fetch(&engine->window, 1, __ATOMIC_SEQ_CST);
 	__atomic_add_fetch(&engine->begun, 1, __ATOMIC_SEQ_CST);
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
@@ -56,6 +58,7 @@ static void child(void)
 		rf_edges_restore(&rf_engine.edges);
 	rf_guards_raise(&rf_engine.guards);
 	(void)rf_notice_child();
+	rf_intercept_child();
 	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */
 	rf_descriptors_replace(&rf_engine.descriptors);
 }

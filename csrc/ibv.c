@@ -15,6 +15,7 @@
  */
 #define _GNU_SOURCE /* secure_getenv() */
 #include "engine.h"
+#include "intercept.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -92,6 +93,7 @@ static int dontfork(uintptr_t begin, size_t nbytes)
 	int rc;
 
 	start();
+	rf_intercept_look(false);
 	rc = register_range(begin, begin + nbytes, &entry);
 	if (rc < 0)
 		return rc;
@@ -255,14 +257,20 @@ static int done(int rc)
 	return -1;
 }
 
+/* Nothing to do: no bytes, or bytes that count here already. */
+static bool is_nothing(const void *base, size_t size)
+{
+	return rf_intercept_is_trial() || !base || !size || own;
+}
+
 RF_API int ibv_dontfork_range(void *base, size_t size)
 {
-	return !base || !size || own ? 0 : done(dontfork((uintptr_t)base, size));
+	return is_nothing(base, size) ? 0 : done(dontfork((uintptr_t)base, size));
 }
 
 RF_API int ibv_dofork_range(void *base, size_t size)
 {
-	return !base || !size || own ? 0 : done(dofork((uintptr_t)base, size));
+	return is_nothing(base, size) ? 0 : done(dofork((uintptr_t)base, size));
 }
 
 RF_API int ibv_fork_init(void)
@@ -270,7 +278,7 @@ RF_API int ibv_fork_init(void)
 	struct rf_error error;
 	int rc = rf_fork_init(RF_MODE_AUTO, &error);
 
-	return rc < 0 ? -rc : 0;
+	return rc < 0 ? -rc : rf_intercept_forward();
 }
 
 /* Others act on it: UNNEEDED keeps them from what would only slow a fork down, or abort it. */
@@ -278,6 +286,7 @@ RF_API int ibv_is_fork_initialized(void)
 {
 	struct rf_kernel kernel;
 
+	rf_intercept_look(false);
 	rf_kernel_info(&kernel);
 	if (kernel.copy_trusted)
 		return UNNEEDED;

@@ -82,12 +82,13 @@ enum rf_cause {
 	RF_CAUSE_WIPE,		/* EINVAL: [start, end) cannot be wiped: a file's, huge pages */
 	/* No error: registered, but a child lacks what else is on the page [start, end). */
 	RF_CAUSE_SHARED_PAGE,
+	RF_CAUSE_LIBRARY,	/* ENOTSUP: the calls of a libibverbs cannot be taken: text */
 };
 
 struct rf_error {
 	enum rf_cause cause;
 	uintptr_t start, end;	/* the range the cause speaks of, page aligned */
-	char text[256];		/* another engine, a variable and its value, what else is there */
+	char text[256];		/* another engine, a library, a variable, what else is there */
 };
 
 /*
@@ -144,6 +145,44 @@ RF_API int rf_release(struct rf_handle handle, unsigned int flags);
  * it has libibverbs register and deregister meanwhile is registered here already.
  */
 RF_API void rf_ranges_own(int yes);
+
+enum rf_library_how {
+	RF_LIBRARY_OURS = 0,		/* its slots hold ours: found first, as by LD_PRELOAD */
+	RF_LIBRARY_REWRITTEN = 1,	/* its slots held its own functions, or another's */
+	RF_LIBRARY_PATCHED = 2,		/* it has no slots: a jump lies over the two functions */
+	RF_LIBRARY_REFUSED = 3,		/* neither is possible: its own support is in force */
+};
+
+enum rf_library_why {
+	RF_WHY_NONE = 0,
+	RF_WHY_TRACKS = 1,	/* its own fork support is on already */
+	RF_WHY_CODE = 2,	/* no slots, and its functions begin otherwise than known */
+	RF_WHY_MACHINE = 3,	/* no slots, and not x86-64 */
+	RF_WHY_FORBIDDEN = 4,	/* its code or slots may not be changed (SELinux, seccomp) */
+};
+
+/* A libibverbs in this process. */
+struct rf_library {
+	char path[256];
+	char user[256];		/* an object that needs it, if one says so by its name */
+	uint8_t how;		/* enum rf_library_how */
+	uint8_t why;		/* enum rf_library_why */
+};
+
+/*
+ * Where this library is not found first: from now on what every libibverbs in the
+ * process calls of its own fork support comes here, of those loaded later too, from
+ * the next fork, or call of any of the four functions, on. What they have marked
+ * before stays marked. Returns how many are served. -ENOTSUP: one cannot be; those
+ * that can are. -EDEADLK.
+ */
+RF_API int rf_intercept(struct rf_error *error);
+
+/*
+ * The libibverbs in this process since rf_intercept(): at most @capacity go to @out,
+ * the number there are is returned. -EDEADLK.
+ */
+RF_API ssize_t rf_libraries(struct rf_library *out, size_t capacity);
 
 /* 1 live and protected, 0 live and not protected, -ESTALE, -ECHILD. */
 RF_API int rf_handle_state(struct rf_handle handle);

@@ -115,6 +115,15 @@ int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out)
 	return 0;
 }
 
+int rf_sys_protect(uintptr_t start, size_t nbytes, int protection)
+{
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, mprotect((void *)start, nbytes, protection));
+	return rc;
+}
+
 int rf_sys_unmap(void *start, size_t nbytes)
 {
 	int rc;

@@ -49,6 +49,7 @@ ssize_t rf_sys_madvise_many(const struct iovec *ranges, unsigned int count, int 
 /* Anonymous private memory, zeroed. Never from malloc(): see memory.h. */
 int rf_sys_map(size_t nbytes, void **out);
 int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out);
+int rf_sys_protect(uintptr_t start, size_t nbytes, int protection);
 int rf_sys_unmap(void *start, size_t nbytes);
 /* Put private zeros in the place of what is mapped in [@start, @start + @nbytes). */
 int rf_sys_map_over(uintptr_t start, size_t nbytes);

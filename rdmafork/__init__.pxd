@@ -40,6 +40,7 @@ cdef extern from "rdmafork.h" nogil:
         RF_CAUSE_OTHER_ENGINE
         RF_CAUSE_WIPE
         RF_CAUSE_SHARED_PAGE
+        RF_CAUSE_LIBRARY
 
     struct rf_error:
         rf_cause cause
@@ -61,6 +62,29 @@ cdef extern from "rdmafork.h" nogil:
         rf_handle *handle, rf_error *error)
     int rf_release(rf_handle handle, unsigned int flags)
     void rf_ranges_own(int yes)
+
+    enum rf_library_how:
+        RF_LIBRARY_OURS
+        RF_LIBRARY_REWRITTEN
+        RF_LIBRARY_PATCHED
+        RF_LIBRARY_REFUSED
+
+    enum rf_library_why:
+        RF_WHY_NONE
+        RF_WHY_TRACKS
+        RF_WHY_CODE
+        RF_WHY_MACHINE
+        RF_WHY_FORBIDDEN
+
+    struct rf_library:
+        char path[256]
+        char user[256]
+        uint8_t how
+        uint8_t why
+
+    int rf_intercept(rf_error *error)
+    ssize_t rf_libraries(rf_library *out, size_t capacity)
+
     int rf_handle_state(rf_handle handle)
     uint32_t rf_generation()
 

@@ -24,6 +24,7 @@ from rdmafork._core import (
 from rdmafork._results import (
     ForkStatus,
     InheritedError,
+    InterceptedLibrary,
     KernelInfo,
     ProtectedRange,
     SharedPageWarning,
@@ -63,6 +64,7 @@ __all__ = [
     "ProtectedRange",
     "stats",
     "Stats",
+    "InterceptedLibrary",
     "kernel_info",
     "KernelInfo",
     "get_device_list",

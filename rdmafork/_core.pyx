@@ -21,6 +21,7 @@ from rdmafork cimport *
 
 import os
 import resource
+import sys
 import warnings
 from mmap import mmap
 from operator import index
@@ -28,6 +29,7 @@ from operator import index
 from rdmafork._results import (
     ForkStatus,
     InheritedError,
+    InterceptedLibrary,
     KernelInfo,
     ProtectedRange,
     SharedPageWarning,
@@ -53,6 +55,14 @@ cdef dict MODE_NAMES = {RF_MODE_LAZY: "lazy", RF_MODE_EAGER: "eager"}
 cdef tuple POLICY_NAMES = ("omit", "wipe", "keep")
 cdef tuple PROTECTION_NAMES = (None, "advice", "kernel", "pending", "shared")
 cdef tuple HOW_NAMES = ("version", "netlink")
+cdef tuple LIBRARY_NAMES = ("ours", "rewritten", "patched", "refused")
+cdef tuple REFUSALS = (
+    None,
+    "its own fork support is on already",
+    "it calls its range functions directly, and they are not known ones",
+    "it calls its range functions directly, on a machine that is not x86-64",
+    "its code or its slots may not be changed in this process",
+)
 cdef tuple FATES = ("is absent", "was wiped", "is a copy")
 cdef str OMIT = "omit"
 
@@ -373,7 +383,7 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
     return self
 
 
-def fork_init(mode="auto"):
+def fork_init(mode="auto", *, intercept=False):
     """Start protecting registered memory, before the first registration.
 
     mode: "lazy", a fork handler marks pages just before the fork() that needs it,
@@ -382,10 +392,18 @@ def fork_init(mode="auto"):
     copying of pinned pages can be trusted as a safety net (Linux 5.19 and later),
     else eager. It needs no RDMA.
 
+    intercept: what every libibverbs in this process, loaded now or later, asks of its
+    own fork support comes here: the memory that other libraries register (pyverbs, UCX,
+    NCCL) is protected too, and counted in stats(). What they registered before is
+    theirs to protect. One that is loaded later is noticed at the next fork() or call
+    of these functions, so load them first, or run the program by "rdmafork exec".
+
     A second call with the same wishes, or with none, does nothing. A forked child
     inherits the mode, and may choose another before it registers anything.
 
-    ValueError: no such mode. OSError: EINVAL after a registration, even if it is
+    ValueError: no such mode. OSError: ENOTSUP the calls of a libibverbs cannot be
+    taken, and its own fork support is left as it is; the engine runs, and has the
+    others' calls. EINVAL after a registration, even if it is
     closed since, or with other wishes than before; ENOTSUP lazy on a kernel that
     does not copy; ENOSYS no MADV_DONTFORK; EEXIST a second copy of the engine
     runs in this process; ENOMEM.
@@ -400,6 +418,9 @@ def fork_init(mode="auto"):
     wish = MODES[mode]
     with nogil:
         rc = rf_fork_init(wish, &error)
+    if rc >= 0 and intercept:
+        with nogil:
+            rc = rf_intercept(&error)
     if rc < 0:
         raise failure(rc, &error, 0, 0, mode)
     info = kernel_info()
@@ -478,7 +499,25 @@ def stats():
         ibv_ranges=numbers.ibv_ranges,
         ibv_calls=numbers.ibv_calls,
         ibv_unbalanced=numbers.ibv_unbalanced,
+        ibv_libraries=libraries(),
     )
+
+
+cdef tuple libraries():
+    cdef rf_library found[16]  # there are no more
+    cdef ssize_t count
+    with nogil:
+        count = rf_libraries(found, 16)
+    if count < 0:
+        raise failure(<int>count, NULL, 0, 0)
+    return tuple([
+        InterceptedLibrary(
+            os.fsdecode(found[i].path) or sys.executable,
+            os.fsdecode(found[i].user) or None,
+            LIBRARY_NAMES[found[i].how],
+            REFUSALS[found[i].why])
+        for i in range(count)
+    ])
 
 
 def kernel_info():
@@ -557,6 +596,12 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
             f"another copy of rdmafork runs in this process, "
             f"{error.text.decode('utf-8', 'replace')}; two would undo each other's advice: "
             f"load one only")
+    elif cause == RF_CAUSE_LIBRARY:
+        text = (
+            f"the calls of a libibverbs cannot be taken: {error.text.decode('utf-8', 'replace')}; "
+            f"run the program by rdmafork exec, or call fork_init(intercept=True) before anything "
+            f"calls ibv_fork_init() and without RDMAV_FORK_SAFE and IBV_FORK_SAFE, or register() "
+            f"the same memory here too")
     elif rc == -EDEADLK:
         text = "called by a signal handler that interrupted rdmafork itself"
     else:

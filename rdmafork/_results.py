@@ -59,6 +59,18 @@ class ProtectedRange(NamedTuple):
         )
 
 
+class InterceptedLibrary(NamedTuple):
+    """A libibverbs in this process, and how its calls come here; see fork_init()."""
+
+    path: str
+    needed_by: str | None  #: an object that names it as needed, as far as one does
+    how: str
+    """ "ours": by itself, as rdmafork comes first (LD_PRELOAD). "rewritten": the slots it calls
+    through were another's. "patched": it has none, and a jump lies over the two functions.
+    "refused": neither can be, and its own fork support is in force."""
+    why: str | None  #: it is refused
+
+
 class Stats(NamedTuple):
     """What the engine of this process holds and has done; see stats()."""
 
@@ -81,6 +93,7 @@ class Stats(NamedTuple):
     ibv_ranges: int  #: registrations made by others through ibv_dontfork_range(), live
     ibv_calls: int  #: of ibv_dontfork_range() and ibv_dofork_range(), that came here
     ibv_unbalanced: int  #: of these, releases of what was not registered
+    ibv_libraries: tuple[InterceptedLibrary, ...]  #: since fork_init(intercept=True)
 
 
 class KernelInfo(NamedTuple):

@@ -1,0 +1,463 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#define _GNU_SOURCE /* dl_iterate_phdr() */
+#include "intercept.h"
+#include "object.h"
+#include "lock.h"
+#include "patch.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+
+#define NAMES 4
+#define RANGE_NAMES 2	/* the first of them: what is called to register and release */
+#define NAME_DOFORK 0
+#define NAME_DONTFORK 1
+#define NAME_FORK_INIT 2
+#define NAME_STATUS 3
+#define ENABLED 1	/* enum ibv_fork_status */
+
+/* Releases first: what is registered here must be released here. */
+static const char *const names[NAMES] = {
+	"ibv_dofork_range",
+	"ibv_dontfork_range",
+	"ibv_fork_init",
+	"ibv_is_fork_initialized",
+};
+
+int ibv_dontfork_range(void *base, size_t size);
+int ibv_dofork_range(void *base, size_t size);
+int ibv_fork_init(void);
+int ibv_is_fork_initialized(void);
+
+/* A libibverbs in this process. */
+struct copy {
+	struct rf_library library;
+	char soname[128];
+	uintptr_t start, end;
+	uintptr_t entries[NAMES];	/* its own functions */
+	bool through_slots[RANGE_NAMES];
+	bool found;			/* in the round under way */
+	bool settled;			/* how it is served has been decided */
+};
+
+static struct {
+	struct rf_lock lock;
+	bool on;
+	unsigned long long seen;	/* objects ever loaded and unloaded, as of the last round */
+	struct copy copies[RF_LIBRARIES];
+	size_t count;
+} state;
+
+static __thread bool trying __attribute__((tls_model("initial-exec")));
+static __thread bool arrived __attribute__((tls_model("initial-exec")));
+
+bool rf_intercept_is_trial(void)
+{
+	arrived |= trying;
+	return trying;
+}
+
+static uintptr_t ours(size_t name)
+{
+	switch (name) {
+	case NAME_DOFORK:
+		return (uintptr_t)ibv_dofork_range;
+	case NAME_DONTFORK:
+		return (uintptr_t)ibv_dontfork_range;
+	case NAME_FORK_INIT:
+		return (uintptr_t)ibv_fork_init;
+	default:
+		return (uintptr_t)ibv_is_fork_initialized;
+	}
+}
+
+/* NAMES: none of them. */
+static size_t which(const char *name)
+{
+	size_t i = 0;
+
+	if (strncmp(name, "ibv_", 4) != 0)
+		return NAMES;
+	while (i < NAMES && strcmp(name, names[i]) != 0)
+		i++;
+	return i;
+}
+
+/* ---- Which there are ---- */
+
+static struct copy *add_copy(const struct rf_object *object)
+{
+	struct copy *copy;
+	size_t i;
+
+	for (i = 0; i < state.count; i++) {
+		copy = &state.copies[i];
+		if (copy->start == object->start &&
+		    !strncmp(copy->library.path, object->name, sizeof(copy->library.path) - 1))
+			return copy;
+	}
+	if (state.count == RF_LIBRARIES)
+		return NULL;
+	copy = &state.copies[state.count++];
+	memset(copy, 0, sizeof(*copy));
+	copy->start = object->start;
+	copy->end = object->end;
+	snprintf(copy->library.path, sizeof(copy->library.path), "%s", object->name);
+	snprintf(copy->soname, sizeof(copy->soname), "%s",
+		 object->soname ? object->strings + object->soname : "");
+	for (i = 0; i < NAMES; i++)
+		copy->entries[i] = rf_object_find(object, names[i]);
+	return copy;
+}
+
+static int find_copy(struct dl_phdr_info *info, size_t size, void *unused)
+{
+	struct rf_object object;
+	const char *name = NULL;
+	struct copy *copy;
+	uintptr_t *slot;
+	size_t at = 0;
+
+	(void)size, (void)unused;
+	if (!rf_object_read(&object, info) || !rf_object_find(&object, names[NAME_DONTFORK]) ||
+	    rf_object_find(&object, "rf_abi"))
+		return 0;
+	copy = add_copy(&object);
+	if (!copy)
+		return 0;
+	copy->found = true;
+	if (copy->settled)
+		return 0;
+	while ((slot = rf_object_next_slot(&object, &at, &name)))
+		if (which(name) < RANGE_NAMES)
+			copy->through_slots[which(name)] = true;
+	return 0;
+}
+
+static void find_copies(void)
+{
+	size_t i, kept = 0;
+
+	for (i = 0; i < state.count; i++)
+		state.copies[i].found = false;
+	dl_iterate_phdr(find_copy, NULL);
+	for (i = 0; i < state.count; i++)
+		if (state.copies[i].found)
+			state.copies[kept++] = state.copies[i];
+	state.count = kept;
+}
+
+/* ---- What each takes ---- */
+
+/*
+ * Does it mark memory itself? Its marks and ours would take each other away, and data
+ * be lost where the kernel does not copy. -EAGAIN: it allocates memory to say so, which
+ * in a fork handler may wait for ever.
+ */
+static int tracks_itself(const struct copy *copy, bool forking)
+{
+	const uintptr_t *root = rf_patch_compared(copy->entries[NAME_DONTFORK]);
+	int (*status)(void);
+
+	if (root)
+		return *root != 0;
+	if (!copy->entries[NAME_STATUS])
+		return 0;
+	memcpy(&status, &copy->entries[NAME_STATUS], sizeof(status));
+	return forking ? -EAGAIN : status() == ENABLED;
+}
+
+static bool arrives(uintptr_t entry)
+{
+	int (*range)(void *, size_t);
+
+	memcpy(&range, &entry, sizeof(range));
+	arrived = false;
+	trying = true;
+	(void)range(NULL, 0);
+	trying = false;
+	return arrived;
+}
+
+static int patch(const struct copy *copy)
+{
+	struct rf_patch patches[RANGE_NAMES];
+	size_t i, done;
+	int rc = 0;
+
+	for (i = 0; rc >= 0 && i < RANGE_NAMES; i++)
+		if (!copy->through_slots[i])
+			rc = rf_patch_plan(&patches[i], copy->entries[i], ours(i));
+	if (rc < 0)
+		return rc;
+	for (done = 0; rc >= 0 && done < RANGE_NAMES; done++) {
+		if (copy->through_slots[done])
+			continue;
+		rc = rf_patch_apply(&patches[done]);
+		if (rc >= 0 && !arrives(copy->entries[done]))
+			rc = -EBUSY;
+	}
+	for (i = 0; rc < 0 && i < done; i++)
+		if (!copy->through_slots[i])
+			rf_patch_undo(&patches[i]);
+	return rc;
+}
+
+static void settle(struct copy *copy, bool forking)
+{
+	struct rf_library *library = &copy->library;
+	size_t i;
+	int rc = tracks_itself(copy, forking);
+
+	copy->settled = rc >= 0;
+	library->how = rc ? RF_LIBRARY_REFUSED : RF_LIBRARY_OURS; /* until a slot says else */
+	library->why = rc ? RF_WHY_TRACKS : RF_WHY_NONE;
+	if (rc)
+		return;
+	for (i = 0; i < RANGE_NAMES && copy->through_slots[i]; i++)
+		;
+	if (i == RANGE_NAMES)
+		return;
+	rc = copy->entries[NAME_DOFORK] ? patch(copy) : -ENOEXEC;
+	library->how = rc < 0 ? RF_LIBRARY_REFUSED : RF_LIBRARY_PATCHED;
+	if (rc < 0)
+		library->why = rc == -ENOTSUP ? RF_WHY_MACHINE
+			       : rc == -ENOEXEC ? RF_WHY_CODE
+						: RF_WHY_FORBIDDEN;
+}
+
+/* ---- Slots ---- */
+
+static struct copy *copy_at(uintptr_t address)
+{
+	size_t i;
+
+	for (i = 0; i < state.count; i++)
+		if (state.copies[i].start <= address && address < state.copies[i].end)
+			return &state.copies[i];
+	return NULL;
+}
+
+static bool all_are_served(void)
+{
+	size_t i;
+
+	for (i = 0; i < state.count; i++)
+		if (state.copies[i].library.how == RF_LIBRARY_REFUSED)
+			return false;
+	return true;
+}
+
+/* What holds @value, in an object that is no libibverbs itself if @copy is NULL. */
+static bool may_rewrite(const struct rf_object *object, const struct copy *copy, uintptr_t value)
+{
+	if (!copy)
+		copy = copy_at(value);
+	if (copy)
+		return copy->library.how != RF_LIBRARY_REFUSED;
+	/* Bound when it is first called, and until then its own: it may become any copy's. */
+	return object->start <= value && value < object->end && all_are_served();
+}
+
+static int rewrite_slots(struct dl_phdr_info *info, size_t size, void *data)
+{
+	const size_t last = *(const size_t *)data;
+	struct rf_object object;
+	const char *name = NULL;
+	struct copy *copy;
+	uintptr_t *slot;
+	size_t at = 0;
+
+	(void)size;
+	if (!rf_object_read(&object, info) || rf_object_find(&object, "rf_abi"))
+		return 0;
+	copy = copy_at(object.start);
+	while ((slot = rf_object_next_slot(&object, &at, &name))) {
+		size_t i = which(name);
+		uintptr_t value;
+
+		if (i > last)
+			continue;
+		value = __atomic_load_n(slot, __ATOMIC_RELAXED);
+		if (value == ours(i) || !may_rewrite(&object, copy, value))
+			continue;
+		if (rf_object_store(&object, slot, ours(i)) < 0 && copy && i < RANGE_NAMES) {
+			copy->library.how = RF_LIBRARY_REFUSED;
+			copy->library.why = RF_WHY_FORBIDDEN;
+		} else if (copy && copy->library.how == RF_LIBRARY_OURS && i < RANGE_NAMES) {
+			copy->library.how = RF_LIBRARY_REWRITTEN;
+		}
+	}
+	return 0;
+}
+
+/* Who loaded it, as far as that is written down. */
+static int name_user(struct dl_phdr_info *info, size_t size, void *data)
+{
+	struct copy *copy = data;
+	struct rf_object object;
+
+	(void)size;
+	if (!*copy->soname || !rf_object_read(&object, info) ||
+	    !rf_object_needs(&object, copy->soname))
+		return 0;
+	snprintf(copy->library.user, sizeof(copy->library.user), "%s",
+		 *object.name ? object.name : "the program");
+	return 1;
+}
+
+/* ---- Rounds ---- */
+
+static int count_loaded(struct dl_phdr_info *info, size_t size, void *data)
+{
+	(void)size;
+	*(unsigned long long *)data = info->dlpi_adds + info->dlpi_subs;
+	return 1;
+}
+
+/* It may have been unloaded and loaded again where it was. */
+static bool is_as_it_was(const struct copy *copy)
+{
+	size_t i;
+
+	if (!copy->settled || copy->library.how == RF_LIBRARY_REFUSED)
+		return false;
+	if (copy->library.how == RF_LIBRARY_PATCHED)
+		for (i = 0; i < RANGE_NAMES; i++)
+			if (!copy->through_slots[i] && !arrives(copy->entries[i]))
+				return false;
+	return true;
+}
+
+static void go_round(bool forking)
+{
+	unsigned long long loaded = 0;
+	bool settled = true;
+	size_t i;
+
+	dl_iterate_phdr(count_loaded, &loaded);
+	if (loaded == state.seen)
+		return;
+	find_copies();
+	for (i = 0; i < state.count; i++) {
+		struct copy *copy = &state.copies[i];
+
+		if (is_as_it_was(copy))
+			continue;
+		settle(copy, forking);
+		settled = settled && copy->settled;
+		dl_iterate_phdr(name_user, copy);
+	}
+	for (i = 0; state.count && i < NAMES; i += NAMES - 1)
+		dl_iterate_phdr(rewrite_slots, &i);
+	state.seen = settled ? loaded : 0;
+}
+
+void rf_intercept_look(bool forking)
+{
+	/* Whoever has it is looking. */
+	if (!__atomic_load_n(&state.on, __ATOMIC_RELAXED) || !rf_lock_try(&state.lock))
+		return;
+	go_round(forking);
+	rf_lock_drop(&state.lock);
+}
+
+static int enter(void)
+{
+	if (rf_lock_is_mine(&state.lock))
+		return -EDEADLK;
+	rf_lock_take(&state.lock);
+	return 0;
+}
+
+int rf_intercept_forward(void)
+{
+	uintptr_t entries[RF_LIBRARIES];
+	size_t i, count = 0;
+	int (*fork_init)(void);
+	int rc;
+
+	/* Called by itself, while it looks: a libibverbs is asked for its status. */
+	if (enter() < 0)
+		return 0;
+	state.on = true;
+	go_round(false);
+	for (i = 0; i < state.count; i++)
+		if (state.copies[i].library.how == RF_LIBRARY_REFUSED &&
+		    state.copies[i].entries[NAME_FORK_INIT])
+			entries[count++] = state.copies[i].entries[NAME_FORK_INIT];
+	rf_lock_drop(&state.lock);
+	for (i = 0, rc = 0; i < count && !rc; i++) {
+		memcpy(&fork_init, &entries[i], sizeof(fork_init));
+		rc = fork_init();
+	}
+	return rc;
+}
+
+void rf_intercept_child(void)
+{
+	/* Whoever looked is not in this process, and may have left off anywhere. */
+	if (state.lock.word && !rf_lock_is_mine(&state.lock))
+		state.seen = 0;
+	if (!rf_lock_is_mine(&state.lock))
+		__atomic_store_n(&state.lock.word, 0, __ATOMIC_RELEASE);
+}
+
+static const char *reason(uint8_t why)
+{
+	switch (why) {
+	case RF_WHY_TRACKS:
+		return "its own fork support is on already";
+	case RF_WHY_CODE:
+		return "it calls its range functions directly, and they are not known ones";
+	case RF_WHY_MACHINE:
+		return "it calls its range functions directly, on a machine that is not x86-64";
+	default:
+		return "its code or its slots may not be changed here";
+	}
+}
+
+RF_API int rf_intercept(struct rf_error *error)
+{
+	int served = 0, rc = enter();
+	size_t i;
+
+	error->cause = RF_CAUSE_SIGNAL;
+	if (rc < 0)
+		return rc;
+	error->cause = RF_CAUSE_NONE;
+	state.on = true;
+	go_round(false);
+	for (i = 0; i < state.count; i++) {
+		const struct rf_library *library = &state.copies[i].library;
+
+		if (library->how != RF_LIBRARY_REFUSED) {
+			served++;
+		} else if (error->cause == RF_CAUSE_NONE) {
+			error->cause = RF_CAUSE_LIBRARY;
+			snprintf(error->text, sizeof(error->text), "%.100s (loaded for %.60s): %s",
+				 *library->path ? library->path : "the program",
+				 *library->user ? library->user : "what is not known",
+				 reason(library->why));
+		}
+	}
+	rf_lock_drop(&state.lock);
+	return error->cause == RF_CAUSE_LIBRARY ? -ENOTSUP : served;
+}
+
+RF_API ssize_t rf_libraries(struct rf_library *out, size_t capacity)
+{
+	ssize_t count;
+	size_t i;
+
+	if (enter() < 0)
+		return -EDEADLK;
+	if (state.on)
+		go_round(false);
+	for (i = 0; i < state.count && i < capacity; i++)
+		out[i] = state.copies[i].library;
+	count = (ssize_t)state.count;
+	rf_lock_drop(&state.lock);
+	return count;
+}

@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * The calls libibverbs makes to its own fork support shall come here, in a process
+ * where this library does not come first in the search for symbols, or where that is
+ * not enough. What happens is read from what the loader has done, never assumed:
+ *
+ *	a libibverbs is any object that defines ibv_dontfork_range(), whatever its name;
+ *	its own calls to the range functions go
+ *
+ *	through slots that hold ours		OURS, nothing to do
+ *	through slots that hold another's	REWRITTEN, the slots of its drivers too
+ *	direct (linked -Bsymbolic-functions)	PATCHED, a jump over the two entries
+ *	direct, and no jump can be put there	REFUSED, its own support is left in force
+ *
+ * A slot is one aligned word, and the jump lies within one instruction, in one aligned
+ * unit of 16 bytes: other threads run the old code or the new. A jump is tried out
+ * before it is relied on.
+ *
+ * Not reached: a libibverbs that is linked statically, without dynamic symbols, and
+ * range functions that a compiler has inlined into their callers.
+ *
+ * A lock of its own: the loader's are taken inside, so the engine's is not held.
+ */
+#ifndef RF_INTERCEPT_H
+#define RF_INTERCEPT_H
+
+#include "rdmafork.h"
+
+#include <stdbool.h>
+
+#define RF_LIBRARIES 16
+
+/*
+ * If interception is on: serve what has been loaded since. Waits for no lock of ours.
+ * @forking: in a fork handler, where nothing may allocate memory.
+ */
+void rf_intercept_look(bool forking);
+
+/* The same in ibv_fork_init(): ask those not served to protect themselves. 0 or an errno. */
+int rf_intercept_forward(void);
+
+/* In a forked child. */
+void rf_intercept_child(void);
+
+/* The range functions have been called to see whether that arrives here. True if so. */
+bool rf_intercept_is_trial(void);
+
+#endif

@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * What the loader has made of one object: the symbols it defines, and the words (slots)
+ * that hold the addresses of symbols it refers to.
+ *
+ * Read in memory, in a callback of dl_iterate_phdr(), after which it may be unloaded.
+ * DT_RELR and relative relocations name no symbols and are passed over.
+ */
+#ifndef RF_OBJECT_H
+#define RF_OBJECT_H
+
+#include <link.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef ElfW(Sym) rf_elf_symbol;
+typedef ElfW(Rela) rf_elf_relocation;
+typedef ElfW(Dyn) rf_elf_entry;
+
+struct rf_object {
+	const char *name;		/* its path; "" is the program */
+	uintptr_t base, start, end;	/* where it lies */
+	uintptr_t relro_start, relro_end;
+	const rf_elf_symbol *symbols;
+	const char *strings;
+	const uint32_t *gnu_hash, *hash;
+	const rf_elf_relocation *calls, *others;
+	size_t call_count, other_count;
+	size_t soname;			/* offset in strings, 0: none */
+	const rf_elf_entry *dynamic;
+};
+
+/* False if it has no dynamic symbols. */
+bool rf_object_read(struct rf_object *object, const struct dl_phdr_info *info);
+
+/* The address of a function it defines; 0: none. */
+uintptr_t rf_object_find(const struct rf_object *object, const char *name);
+
+/* The next slot from *@at on, which begins as 0, and what it is for. NULL: no more. */
+uintptr_t *rf_object_next_slot(const struct rf_object *object, size_t *at, const char **name);
+
+/* Let a slot hold @value. 0, or what mprotect() says. */
+int rf_object_store(const struct rf_object *object, uintptr_t *slot, uintptr_t value);
+
+/* Does it name @library as one it needs? */
+bool rf_object_needs(const struct rf_object *object, const char *library);
+
+#endif

@@ -1,0 +1,171 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "patch.h"
+#include "sys.h"
+
+#include <errno.h>
+#include <stdbool.h>
+#include <string.h>
+#include <sys/auxv.h>
+
+#if defined(__x86_64__)
+
+#define UNIT 16
+/* Less than the reach of a signed 32-bit displacement, by more than a library is long. */
+#define REACH ((uintptr_t)1 << 30)
+#define STEP ((uintptr_t)1 << 20)
+
+/* A page of addresses to go to, near the functions that go there. */
+static uintptr_t *near_page;
+static size_t near_used;
+
+static bool is_in_reach(uintptr_t from, uintptr_t to)
+{
+	return from - to < REACH || to - from < REACH;
+}
+
+static int map_near(uintptr_t entry, size_t page_size)
+{
+	uintptr_t start = entry & ~(STEP - 1), distance, at;
+	int rc = -ENOMEM;
+
+	if (near_page && near_used < page_size / sizeof(*near_page) &&
+	    is_in_reach(entry, (uintptr_t)near_page))
+		return 0;
+	for (distance = STEP; distance < REACH; distance += STEP) {
+		at = start - distance;
+		rc = start > distance ? rf_sys_map_at(at, page_size, RF_READ_WRITE) : -EEXIST;
+		if (rc < 0) {
+			at = start + distance;
+			rc = rf_sys_map_at(at, page_size, RF_READ_WRITE);
+		}
+		if (rc >= 0)
+			break;
+	}
+	if (rc < 0)
+		return -ENOMEM;
+	near_page = (uintptr_t *)at;
+	near_used = 0;
+	return 0;
+}
+
+/* The address of a word that holds @to. */
+static int store_near(uintptr_t entry, uintptr_t to, uintptr_t *word)
+{
+	const size_t page_size = getauxval(AT_PAGESZ);
+	int rc = map_near(entry, page_size);
+
+	if (rc >= 0)
+		rc = rf_sys_protect((uintptr_t)near_page, page_size, PROT_READ | PROT_WRITE);
+	if (rc < 0)
+		return rc;
+	near_page[near_used] = to;
+	*word = (uintptr_t)&near_page[near_used++];
+	return rf_sys_protect((uintptr_t)near_page, page_size, PROT_READ);
+}
+
+/* cmpq $0, there(%rip), eight bytes; NULL: @entry begins otherwise. */
+static const unsigned char *find_compare(uintptr_t entry)
+{
+	static const unsigned char endbr64[] = { 0xf3, 0x0f, 0x1e, 0xfa };
+	static const unsigned char compare[] = { 0x48, 0x83, 0x3d };
+	const unsigned char *code = (const unsigned char *)entry;
+
+	if (!memcmp(code, endbr64, sizeof(endbr64)))
+		code += sizeof(endbr64);
+	return !memcmp(code, compare, sizeof(compare)) && !code[7] ? code : NULL;
+}
+
+const uintptr_t *rf_patch_compared(uintptr_t entry)
+{
+	const unsigned char *code = find_compare(entry);
+	int32_t displacement;
+
+	if (!code)
+		return NULL;
+	memcpy(&displacement, code + 3, sizeof(displacement));
+	return (const uintptr_t *)((uintptr_t)code + 8 + (uintptr_t)(intptr_t)displacement);
+}
+
+int rf_patch_plan(struct rf_patch *patch, uintptr_t entry, uintptr_t to)
+{
+	static const unsigned char jump[] = { 0xff, 0x25 };
+	const unsigned char *code = find_compare(entry);
+	size_t at = (uintptr_t)code % UNIT;
+	int32_t displacement;
+	uintptr_t word;
+	int rc;
+
+	if (!code || at + 6 > UNIT)
+		return -ENOEXEC;
+	rc = store_near(entry, to, &word);
+	if (rc < 0)
+		return rc;
+	patch->unit = (uintptr_t)code - at;
+	memcpy(patch->before, (const void *)patch->unit, UNIT);
+	memcpy(patch->after, patch->before, UNIT);
+	displacement = (int32_t)(word - ((uintptr_t)code + 6));
+	memcpy(patch->after + at, jump, sizeof(jump));
+	memcpy(patch->after + at + sizeof(jump), &displacement, sizeof(displacement));
+	return 0;
+}
+
+/* One step for whoever executes it meanwhile. */
+static bool exchange(uintptr_t unit, const unsigned char *before, const unsigned char *after)
+{
+	uint64_t old[2], new[2];
+	bool done;
+
+	memcpy(old, before, UNIT);
+	memcpy(new, after, UNIT);
+	__asm__ volatile("lock cmpxchg16b %1"
+			 : "=@ccz"(done), "+m"(*(unsigned char(*)[UNIT])unit), "+a"(old[0]),
+			   "+d"(old[1])
+			 : "b"(new[0]), "c"(new[1])
+			 : "memory");
+	return done;
+}
+
+static int write_code(uintptr_t unit, const unsigned char *before, const unsigned char *after)
+{
+	const size_t page_size = getauxval(AT_PAGESZ);
+	uintptr_t page = unit & ~(page_size - 1);
+	int rc = rf_sys_protect(page, page_size, PROT_READ | PROT_WRITE | PROT_EXEC);
+
+	if (rc < 0)
+		return rc;
+	rc = exchange(unit, before, after) ? 0 : -EBUSY;
+	(void)rf_sys_protect(page, page_size, PROT_READ | PROT_EXEC);
+	return rc;
+}
+
+#else
+
+const uintptr_t *rf_patch_compared(uintptr_t entry)
+{
+	(void)entry;
+	return NULL;
+}
+
+int rf_patch_plan(struct rf_patch *patch, uintptr_t entry, uintptr_t to)
+{
+	(void)patch, (void)entry, (void)to;
+	return -ENOTSUP;
+}
+
+static int write_code(uintptr_t unit, const unsigned char *before, const unsigned char *after)
+{
+	(void)unit, (void)before, (void)after;
+	return -ENOTSUP;
+}
+
+#endif
+
+int rf_patch_apply(const struct rf_patch *patch)
+{
+	return write_code(patch->unit, patch->before, patch->after);
+}
+
+void rf_patch_undo(const struct rf_patch *patch)
+{
+	(void)write_code(patch->unit, patch->after, patch->before);
+}

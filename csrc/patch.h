@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * A jump over the entry of a function, for calls that go through no slot.
+ *
+ *	entry	[endbr64]  cmpq $0, there(%rip)		8 bytes
+ *		[endbr64]  jmp *near(%rip), 2 bytes	the same 8
+ *	near	the address to go to, within 2 GiB of the entry
+ *
+ * Only where the first instruction is just this one, as in all range functions of
+ * libibverbs there are: then no thread can be in the middle of what is replaced, and it
+ * is replaced in one step, as it lies within one aligned unit of 16 bytes.
+ */
+#ifndef RF_PATCH_H
+#define RF_PATCH_H
+
+#include <stdint.h>
+
+struct rf_patch {
+	uintptr_t unit;
+	unsigned char before[16], after[16];
+};
+
+/*
+ * What to write at @entry to go to @to. -ENOTSUP: not on this machine. -ENOEXEC: other
+ * code than the above. -ENOMEM: no memory near it.
+ */
+int rf_patch_plan(struct rf_patch *patch, uintptr_t entry, uintptr_t to);
+
+/* The word that the first instruction of @entry compares with zero; NULL: it is another. */
+const uintptr_t *rf_patch_compared(uintptr_t entry);
+
+/* Write it. What mprotect() says; -EBUSY: somebody else has changed the code. */
+int rf_patch_apply(const struct rf_patch *patch);
+void rf_patch_undo(const struct rf_patch *patch);
+
+#endif

@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* A jump over the entry of a function that is known, and over no other. */
+#include "check.h"
+#include "patch.h"
+#include "sys.h"
+
+#if defined(__x86_64__)
+
+/* As compilers begin libibverbs' range functions, with and without -fcf-protection. */
+__asm__(".text\n"
+	".balign 16\nplain_function: cmpq $0, compared_word(%rip)\nmovl $1, %eax\nret\n"
+	".balign 16\nmarked_function: endbr64\ncmpq $0, compared_word(%rip)\nmovl $2, %eax\nret\n"
+	".balign 16\nother_function: pushq %rbp\nmovl $3, %eax\npopq %rbp\nret\n"
+	".balign 16\none_function: cmpq $1, compared_word(%rip)\nmovl $4, %eax\nret\n"
+	".balign 16\n.skip 12, 0x90\n"
+	"crossing_function: cmpq $0, compared_word(%rip)\nmovl $5, %eax\nret\n");
+
+int plain_function(void), marked_function(void), other_function(void), one_function(void);
+int crossing_function(void);
+
+__attribute__((used)) uintptr_t compared_word = 0;
+
+static int elsewhere(void)
+{
+	return 77;
+}
+
+static int plan(struct rf_patch *patch, int (*function)(void))
+{
+	return rf_patch_plan(patch, (uintptr_t)function, (uintptr_t)elsewhere);
+}
+
+static void check_there_and_back(int (*volatile function)(void), int value)
+{
+	struct rf_patch patch;
+
+	CHECK(rf_patch_compared((uintptr_t)function) == &compared_word);
+	CHECK(plan(&patch, function) == 0);
+	CHECK(function() == value);
+	CHECK(rf_patch_apply(&patch) == 0);
+	CHECK(function() == 77);
+	CHECK(rf_patch_apply(&patch) == -EBUSY);
+	CHECK(function() == 77);
+	rf_patch_undo(&patch);
+	CHECK(function() == value);
+}
+
+static void a_jump_is_put_there_and_taken_away(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < 2000; i++) {
+		check_there_and_back(plain_function, 1);
+		check_there_and_back(marked_function, 2);
+	}
+}
+
+static void other_code_is_not_touched(void)
+{
+	int (*const others[])(void) = { other_function, one_function };
+	struct rf_patch patch;
+	size_t i;
+
+	for (i = 0; i < COUNT_OF(others); i++) {
+		CHECK(plan(&patch, others[i]) == -ENOEXEC);
+		CHECK(rf_patch_compared((uintptr_t)others[i]) == NULL);
+		CHECK(others[i]() == (int)i + 3);
+	}
+	/* Known, but not to be written in one step. */
+	CHECK(plan(&patch, crossing_function) == -ENOEXEC);
+	CHECK(crossing_function() == 5);
+}
+
+static void a_failure_changes_nothing(void)
+{
+	int (*volatile function)(void) = marked_function;
+	unsigned long nth, faults = 0;
+	struct rf_patch patch;
+	int rc;
+
+	for (nth = 1;; nth++) {
+		rf_sys_fail(nth, EACCES);
+		rc = plan(&patch, function);
+		if (rc == 0)
+			rc = rf_patch_apply(&patch);
+		rf_sys_fail(0, 0);
+		CHECK(function() == (rc < 0 ? 2 : 77));
+		if (rc == 0)
+			rf_patch_undo(&patch);
+		if (rf_sys_faults() == faults)
+			break;
+		faults = rf_sys_faults();
+	}
+	CHECK(faults >= 3, "%lu", faults);
+	CHECK(function() == 2);
+}
+
+#else
+
+static void there_is_no_jump_on_this_machine(void)
+{
+	struct rf_patch patch;
+
+	CHECK(rf_patch_plan(&patch, (uintptr_t)check_run, (uintptr_t)check_run) == -ENOTSUP);
+	CHECK(rf_patch_compared((uintptr_t)check_run) == NULL);
+}
+
+#endif
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+#if defined(__x86_64__)
+		SCENARIO(a_jump_is_put_there_and_taken_away),
+		SCENARIO(other_code_is_not_touched),
+		SCENARIO(a_failure_changes_nothing),
+#else
+		SCENARIO(there_is_no_jump_on_this_machine),
+#endif
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

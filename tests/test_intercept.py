@@ -1,0 +1,428 @@
+"""What other libraries register is protected too: fork_init(intercept=True).
+
+The libraries are built here, with the shape of libibverbs and in all the ways it is linked;
+tests/vm has real ones at a device.
+"""
+
+import _ctypes
+import ctypes
+import errno
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import PAGE, child, fork_once, fresh, map_at, marked, private_map, run, vm_flags
+
+import rdmafork
+
+SOURCE = Path(__file__).with_name("standin.c")
+VERSIONS = """
+IBVERBS_1.1 { global: ibv_fork_init; ibv_dontfork_range; ibv_dofork_range; };
+IBVERBS_1.13 { global: ibv_is_fork_initialized; } IBVERBS_1.1;
+"""
+SLOTS = ["-Wl,-z,lazy"]
+READ_ONLY_SLOTS = ["-Wl,-z,relro,-z,now"]
+NO_PLT = ["-fno-plt"]
+DIRECT = ["-Wl,-Bsymbolic-functions"]
+DIRECT_CET = [*DIRECT, "-fcf-protection"]
+OTHER_CODE = [*DIRECT, "-DOTHER_CODE"]
+
+x86_64 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="jumps are for x86-64")
+REWRITTEN = [
+    pytest.param(SLOTS, "rewritten", id="slots"),
+    pytest.param(READ_ONLY_SLOTS, "rewritten", id="read-only-slots"),
+    pytest.param(NO_PLT, "rewritten", id="no-plt"),
+]
+PATCHED = [
+    pytest.param(DIRECT, "patched", id="direct", marks=x86_64),
+    pytest.param(DIRECT_CET, "patched", id="direct-cet", marks=x86_64),
+]
+LINKED = [*REWRITTEN, *PATCHED]
+
+
+@pytest.fixture
+def build(tmp_path):
+    """build(name, options, source) is the path of a shared library."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if not compiler:
+        pytest.skip("no C compiler")
+    versions = tmp_path / "versions.map"
+    versions.write_text(VERSIONS)
+
+    def build(name="libibverbs.so.1", options=(), source=SOURCE):
+        path = tmp_path / name
+        version = [f"-Wl,--version-script={versions}"] if source is SOURCE else []
+        command = [compiler, "-O2", "-fPIC", "-shared", "-pthread", *version]
+        command += [f"-Wl,-soname,{name}", "-o", path, source, *options]
+        subprocess.run(command, check=True)
+        return str(path)
+
+    return build
+
+
+def load(path, mode=os.RTLD_LOCAL):
+    library = ctypes.CDLL(path, mode=mode | os.RTLD_NOW)
+    for name in ("standin_register", "standin_release"):
+        getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library
+
+
+def libraries():
+    """{file name: how} of all of them."""
+    found = rdmafork.stats().ibv_libraries
+    return {os.path.basename(library.path): library.how for library in found}
+
+
+def works(library):
+    """What it registers is protected here, and by nobody else."""
+    before, own = rdmafork.stats(), library.standin_own_calls()
+    memory, address = private_map(4 * PAGE)
+    assert library.standin_register(address, 2 * PAGE) == 0
+    assert marked(address, 4 * PAGE) == [address, address + PAGE]
+    assert rdmafork.stats().ibv_ranges == before.ibv_ranges + 1
+    with rdmafork.register(memory):  # beside it, on the same pages
+        fork_once()
+        assert len(marked(address, 4 * PAGE)) == 4
+    assert marked(address, 4 * PAGE) == [address, address + PAGE]
+    assert library.standin_release(address, 2 * PAGE) == 0
+    assert marked(address, 4 * PAGE) == []
+    assert rdmafork.stats().ibv_calls == before.ibv_calls + 2
+    assert rdmafork.stats().ibv_unbalanced == before.ibv_unbalanced
+    assert library.standin_own_calls() == own
+
+
+@pytest.mark.parametrize(("options", "how"), LINKED)
+@pytest.mark.parametrize("mode", [os.RTLD_LOCAL, os.RTLD_GLOBAL, os.RTLD_DEEPBIND])
+def test_its_calls_come_here(build, options, how, mode):
+    run(_its_calls_come_here, build("libibverbs.so.1", options), how, mode)
+
+
+def _its_calls_come_here(path, how, mode):
+    library = load(path, mode)
+    rdmafork.fork_init(intercept=True)
+    (found,) = rdmafork.stats().ibv_libraries
+    assert (found.path, found.how, found.why) == (path, how, None)
+    works(library)
+    assert child(works, library) is None
+
+
+@pytest.mark.parametrize(("options", "how"), LINKED)
+def test_asked_by_its_own_name_it_comes_here_too(build, options, how):
+    """As NCCL does: dlvsym() at the library's handle."""
+    run(_asked_by_its_own_name, build("libibverbs.so.1", options))
+
+
+def _asked_by_its_own_name(path):
+    library = load(path)
+    rdmafork.fork_init(intercept=True)
+    libc = ctypes.CDLL(None)
+    libc.dlvsym.restype = ctypes.c_void_p
+    libc.dlvsym.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
+    address = libc.dlvsym(library._handle, b"ibv_fork_init", b"IBVERBS_1.1")
+    assert ctypes.CFUNCTYPE(ctypes.c_int)(address)() == 0
+    works(library)
+
+
+@x86_64
+def test_several_under_any_names(build):
+    names = {"libibverbs-4f0a1b2c.so.1": SLOTS, "libfabric_bundled.so": DIRECT, "x.so": NO_PLT}
+    run(_several, [build(*item) for item in names.items()])
+
+
+def _several(paths):
+    copies = [load(path, os.RTLD_DEEPBIND) for path in paths]
+    rdmafork.fork_init(intercept=True)
+    assert sorted(libraries().values()) == ["patched", "rewritten", "rewritten"]
+    for library in copies:
+        works(library)
+
+
+@pytest.mark.parametrize(("options", "how"), LINKED)
+@pytest.mark.parametrize("noticed", ["fork", "stats", "fork_init"])
+def test_one_that_is_loaded_later(build, options, how, noticed):
+    run(_loaded_later, build("libibverbs.so.1", options), how, noticed)
+
+
+def _loaded_later(path, how, noticed):
+    rdmafork.fork_init(intercept=True)
+    assert libraries() == {}
+    library = load(path, os.RTLD_DEEPBIND)
+    if noticed == "fork":
+        fork_once()
+    elif noticed == "stats":
+        rdmafork.stats()
+    else:
+        rdmafork.fork_init(intercept=True)
+    _memory, address = private_map(PAGE)
+    assert library.standin_register(address, PAGE) == 0
+    assert "dc" in vm_flags(address)
+    assert library.standin_release(address, PAGE) == 0
+    assert libraries() == {"libibverbs.so.1": how}
+    works(library)
+
+
+@pytest.mark.parametrize(("options", "how"), LINKED)
+def test_one_that_is_loaded_again(build, options, how):
+    """Where it was before, perhaps: nothing of what was done to it is there any more."""
+    run(_loaded_again, build("libibverbs.so.1", options), how)
+
+
+def _loaded_again(path, how):
+    rdmafork.fork_init(intercept=True)
+    for _ in range(4):
+        library = load(path)
+        assert libraries() == {"libibverbs.so.1": how}
+        works(library)
+        _ctypes.dlclose(library._handle)
+        fork_once()
+    assert libraries() == {}
+
+
+DRIVER = """
+#include <stddef.h>
+int ibv_dontfork_range(void *, size_t);
+int ibv_dofork_range(void *, size_t);
+int standin_own_calls(void);
+int (*const by_address)(void *, size_t) = ibv_dofork_range;
+int standin_register(void *base, size_t size) { return ibv_dontfork_range(base, size); }
+int standin_release(void *base, size_t size) { return by_address(base, size); }
+"""
+
+
+@pytest.mark.parametrize(("options", "how"), LINKED)
+def test_a_driver_s_calls_come_here(build, tmp_path, options, how):
+    source = tmp_path / "driver.c"
+    source.write_text(DRIVER)
+    verbs = build("libibverbs.so.1", options)
+    driver = build("libdriver.so", [verbs, f"-Wl,-rpath,{tmp_path}"], source)
+    run(_a_driver, driver, how)
+
+
+def _a_driver(path, how):
+    driver = load(path, os.RTLD_DEEPBIND)
+    rdmafork.fork_init(intercept=True)
+    (found,) = rdmafork.stats().ibv_libraries
+    assert (found.how, found.needed_by) == (how, path)
+    works(driver)
+
+
+# ---- where it cannot be ----------------------------------------------------------------------
+
+
+def is_left_alone(library):
+    """Its own fork support works, and nothing of it is said to be protected here."""
+    _memory, address = private_map(PAGE)
+    before, calls = library.standin_own_calls(), rdmafork.stats().ibv_calls
+    assert library.standin_register(address, PAGE) == 0
+    assert "dc" in vm_flags(address)
+    assert library.standin_own_calls() == before + 1
+    assert rdmafork.protected_ranges() == [] and rdmafork.stats().ibv_calls == calls
+    assert library.standin_release(address, PAGE) == 0
+
+
+@pytest.mark.parametrize(("options", "how"), LINKED)
+def test_one_that_protects_already_goes_on(build, options, how):
+    run(_protects_already, build("libibverbs.so.1", options))
+
+
+def _protects_already(path):
+    library = load(path)
+    assert library.ibv_fork_init() == 0
+    with pytest.raises(OSError, match="its own fork support is on already") as caught:
+        rdmafork.fork_init(intercept=True)
+    assert caught.value.errno == errno.ENOTSUP
+    for word in (path, "rdmafork exec", "RDMAV_FORK_SAFE", "register()"):
+        assert word[:90] in str(caught.value)
+    (found,) = rdmafork.stats().ibv_libraries
+    assert found.how == "refused" and found.why in str(caught.value)
+    is_left_alone(library)
+    works_here()
+
+
+def works_here():
+    """The engine runs all the same."""
+    memory, address = private_map(PAGE)
+    with rdmafork.register(memory):
+        fork_once()
+        assert "dc" in vm_flags(address)
+
+
+@x86_64
+def test_code_that_is_not_known_is_not_changed(build):
+    run(_other_code, build("libibverbs.so.1", OTHER_CODE))
+
+
+def _other_code(path):
+    library = load(path)
+    with pytest.raises(OSError, match="they are not known ones") as caught:
+        rdmafork.fork_init(intercept=True)
+    assert caught.value.errno == errno.ENOTSUP
+    assert library.ibv_fork_init() == 0
+    is_left_alone(library)
+
+
+@x86_64
+def test_the_others_are_served_all_the_same(build):
+    run(_the_others, build("a.so", OTHER_CODE), build("b.so", DIRECT), build("c.so", SLOTS))
+
+
+def _the_others(*paths):
+    refused, *served = (load(path) for path in paths)
+    with pytest.raises(OSError, match=r"a\.so"):
+        rdmafork.fork_init(intercept=True)
+    assert libraries() == {"a.so": "refused", "b.so": "patched", "c.so": "rewritten"}
+    assert refused.ibv_fork_init() == 0
+    is_left_alone(refused)
+    for library in served:
+        works(library)
+
+
+@pytest.mark.parametrize("options", [pytest.param(DIRECT, marks=x86_64), SLOTS])
+def test_where_code_may_not_be_written(build, options):
+    run(_not_written, build("libibverbs.so.1", [*options, "-Wl,-z,relro,-z,now"]))
+
+
+class Filter(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+
+
+def forbid_mprotect():
+    """Every mprotect() from now on is EACCES."""
+    number = {"x86_64": 10, "aarch64": 226}[os.uname().machine]
+    code = b"".join(
+        op.to_bytes(2, "little") + bytes([true, false]) + value.to_bytes(4, "little")
+        for op, true, false, value in (
+            (0x20, 0, 0, 0),
+            (0x15, 0, 1, number),
+            (0x06, 0, 0, 0x0005_0000 | errno.EACCES),
+            (0x06, 0, 0, 0x7FFF_0000),
+        )
+    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    program = Filter(4, ctypes.cast(ctypes.c_char_p(code), ctypes.c_void_p))
+    if libc.prctl(22, 2, ctypes.byref(program), 0, 0):
+        pytest.skip(f"no seccomp filter: {os.strerror(ctypes.get_errno())}")
+
+
+def _not_written(path):
+    library = load(path)
+    forbid_mprotect()
+    with pytest.raises(OSError, match="may not be changed") as caught:
+        rdmafork.fork_init(intercept=True)
+    assert caught.value.errno == errno.ENOTSUP
+    assert library.ibv_fork_init() == 0
+    is_left_alone(library)
+
+
+# ---- preloaded -------------------------------------------------------------------------------
+
+
+USER = """
+int ibv_fork_init(void);
+int user_fork_init(void) { return ibv_fork_init(); }
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        pytest.param(SLOTS, "ours", id="slots"),
+        *PATCHED,
+        pytest.param(OTHER_CODE, "refused", id="other-code", marks=x86_64),
+    ],
+)
+def test_its_users_ask_for_protection_and_get_it(build, tmp_path, options, how):
+    """Interposing alone would swallow ibv_fork_init(), and nobody would protect then."""
+    source = tmp_path / "user.c"
+    source.write_text(USER)
+    verbs = build("libibverbs.so.1", options)
+    user = build("libuser.so", ["-Wl,--no-as-needed", verbs, f"-Wl,-rpath,{tmp_path}"], source)
+    run(_users, user, how, preload=rdmafork.get_library())
+
+
+def _users(path, how):
+    user = load_user(path)
+    assert user.user_fork_init() == 0
+    (found,) = rdmafork.stats().ibv_libraries
+    assert (found.how, found.needed_by) == (how, path)
+    library = load(found.path)
+    if how == "refused":
+        assert library.standin_inits() == 1
+        is_left_alone(library)
+    else:
+        assert library.standin_inits() == 0
+        works(library)
+
+
+def load_user(path):
+    return ctypes.CDLL(path, mode=os.RTLD_NOW)
+
+
+# ---- threads ---------------------------------------------------------------------------------
+
+
+@x86_64
+@pytest.mark.parametrize("options", [SLOTS, DIRECT, DIRECT_CET], ids=["slots", "direct", "cet"])
+def test_while_other_threads_register(build, options):
+    path = build("libibverbs.so.1", options)
+    for _ in range(10):
+        run(_while_registering, path)
+
+
+def _while_registering(path):
+    library = load(path)
+    _memory, address = private_map(PAGE)
+    library.standin_hammer.argtypes = [ctypes.c_void_p]
+    assert library.standin_hammer(address) == 0
+    rdmafork.fork_init(intercept=True)
+    for _ in range(20):
+        fork_once()
+    assert library.standin_hammer(address) == 0
+    assert rdmafork.stats().ibv_calls > 0
+    assert rdmafork.stats().ibv_ranges == 0
+    works(library)
+
+
+# ---- real ones -------------------------------------------------------------------------------
+
+
+@fresh
+def test_debian_s_libibverbs():
+    try:
+        library = ctypes.CDLL("libibverbs.so.1")
+    except OSError as error:
+        pytest.skip(f"libibverbs is not installed: {error}")
+    rdmafork.fork_init(intercept=True)
+    (found,) = rdmafork.stats().ibv_libraries
+    assert os.path.basename(found.path).startswith("libibverbs.so.1")
+    assert found.how in ("rewritten", "patched")
+    assert library.ibv_fork_init() == 0
+    map_at(0x20_0000_0000, PAGE)
+    assert library.ibv_dontfork_range(ctypes.c_void_p(0x20_0000_0000), ctypes.c_size_t(PAGE)) == 0
+
+
+BOUND = "RDMAFORK_TEST_BOUND_LIBIBVERBS"
+
+
+@x86_64
+def test_a_libibverbs_that_calls_itself_directly():
+    path = os.environ.get(BOUND)
+    if not path:
+        pytest.skip(f"{BOUND} names no rdma-core's built with -Wl,-Bsymbolic-functions")
+    run(_calls_itself_directly, path)
+
+
+def _calls_itself_directly(path):
+    library = ctypes.CDLL(path, mode=os.RTLD_DEEPBIND | os.RTLD_NOW)
+    rdmafork.fork_init(intercept=True)
+    (found,) = rdmafork.stats().ibv_libraries
+    assert found.how == "patched"
+    address = ctypes.c_void_p(map_at(0x20_0000_0000, PAGE))
+    assert library.ibv_dontfork_range(address, ctypes.c_size_t(PAGE)) == 0
+    assert "dc" in vm_flags(address.value)
+    assert rdmafork.stats().ibv_ranges == 1
+    assert library.ibv_dofork_range(address, ctypes.c_size_t(PAGE)) == 0
+    assert "dc" not in vm_flags(address.value)

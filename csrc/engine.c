@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "engine.h"
 #include "kernel.h"
+#include "witness.h"
 
 #include <errno.h>
 
@@ -26,6 +27,7 @@ void rf_clear(void)
 	rf_edges_clear(&engine->edges);
 	rf_guards_clear(&engine->guards);
 	rf_index_clear(&engine->ibv_ranges);
+	rf_witness_clear();
 	engine->mode_inherited = engine->mode != RF_MODE_NONE;
 	engine->registered = false;
 	engine->clear_when_left = false;

@@ -3,8 +3,10 @@
  * The fork handlers. Plain C that allocates nothing from malloc() and leaves
  * errno alone, which glibc before 2.33 does not do for its callers.
  */
+#include "devices.h"
 #include "engine.h"
 #include "intercept.h"
+#include "witness.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -13,6 +15,7 @@
 static void prepare(void)
 {
 	struct rf_engine *engine = &rf_engine;
+	uint64_t began = rf_sys_now();
 
 	(void)rf_notice_child();
 	rf_intercept_look(true);
@@ -31,6 +34,7 @@ static void prepare(void)
 	rf_advise_retry(&engine->wiper);
 	rf_edges_save(&engine->edges);
 	rf_guards_plan(&engine->guards, &engine->advisor.ranges, &engine->edges);
+	rf_witness_fork(began);
 	rf_leave();
 }
 
@@ -59,6 +63,8 @@ static void child(void)
 	rf_guards_raise(&rf_engine.guards);
 	(void)rf_notice_child();
 	rf_intercept_child();
+	if (rf_witness_omits_devices())
+		rf_devices_omit(&rf_engine.descriptors);
 	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */
 	rf_descriptors_replace(&rf_engine.descriptors);
 }
@@ -90,4 +96,5 @@ __attribute__((constructor)) static void install(void)
 	*engine->alive = 1;
 	engine->generation = 1;
 	pthread_atfork(prepare, parent, child);
+	rf_witness_begin();
 }

@@ -371,6 +371,18 @@ static int enter(void)
 	return 0;
 }
 
+void rf_intercept_begin(void)
+{
+	state.on = true;
+	/* Before its own constructors a libibverbs is asked nothing. */
+	rf_intercept_look(true);
+}
+
+bool rf_intercept_any(void)
+{
+	return __atomic_load_n(&state.count, __ATOMIC_RELAXED) != 0;
+}
+
 int rf_intercept_forward(void)
 {
 	uintptr_t entries[RF_LIBRARIES];
@@ -404,9 +416,11 @@ void rf_intercept_child(void)
 		__atomic_store_n(&state.lock.word, 0, __ATOMIC_RELEASE);
 }
 
-static const char *reason(uint8_t why)
+const char *rf_intercept_reason(uint8_t why)
 {
 	switch (why) {
+	case RF_WHY_NONE:
+		return NULL;
 	case RF_WHY_TRACKS:
 		return "its own fork support is on already";
 	case RF_WHY_CODE:
@@ -439,7 +453,7 @@ RF_API int rf_intercept(struct rf_error *error)
 			snprintf(error->text, sizeof(error->text), "%.100s (loaded for %.60s): %s",
 				 *library->path ? library->path : "the program",
 				 *library->user ? library->user : "what is not known",
-				 reason(library->why));
+				 rf_intercept_reason(library->why));
 		}
 	}
 	rf_lock_drop(&state.lock);

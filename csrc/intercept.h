@@ -30,6 +30,15 @@
 
 #define RF_LIBRARIES 16
 
+/* Interception is on from now; in a constructor. */
+void rf_intercept_begin(void);
+
+/* Was there a libibverbs in this process when it was looked for last? */
+bool rf_intercept_any(void);
+
+/* enum rf_library_why in words; NULL: RF_WHY_NONE. */
+const char *rf_intercept_reason(uint8_t why);
+
 /*
  * If interception is on: serve what has been loaded since. Waits for no lock of ours.
  * @forking: in a fork handler, where nothing may allocate memory.

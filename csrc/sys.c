@@ -13,6 +13,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/utsname.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifdef RF_TESTING
@@ -176,10 +177,15 @@ int rf_sys_map_over(uintptr_t start, size_t nbytes)
 
 int rf_sys_open(const char *path, int access)
 {
+	static const int flags[] = {
+		[RF_READ] = O_RDONLY,
+		[RF_READ_WRITE] = O_RDWR,
+		[RF_APPEND] = O_WRONLY | O_APPEND | O_CREAT,
+	};
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, open(path, (access == RF_READ ? O_RDONLY : O_RDWR) | O_CLOEXEC));
+	KERNEL(rc, open(path, flags[access] | O_CLOEXEC, 0666));
 	return rc;
 }
 
@@ -192,6 +198,38 @@ ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes)
 		KERNEL(rc, read(fd, buffer, nbytes));
 	} while (rc == -EINTR);
 	return rc;
+}
+
+ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes)
+{
+	ssize_t rc;
+
+	RETURN_IF_INJECTED();
+	do {
+		KERNEL(rc, write(fd, buffer, nbytes));
+	} while (rc == -EINTR);
+	return rc;
+}
+
+ssize_t rf_sys_list(int fd, void *entries, size_t nbytes)
+{
+	ssize_t rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, syscall(SYS_getdents64, fd, entries, nbytes));
+	return rc;
+}
+
+int rf_sys_read_link(const char *path, char *target, size_t nbytes)
+{
+	ssize_t rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, readlink(path, target, nbytes - 1));
+	if (rc < 0)
+		return (int)rc;
+	target[rc] = '\0';
+	return 0;
 }
 
 /* Not failed by the tests: Linux closes the descriptor whatever it returns. */
@@ -275,18 +313,50 @@ int rf_sys_procmap_query(int fd, uintptr_t address, struct rf_vma *vma)
 	return 0;
 }
 
+static void copy_text(char *to, size_t nbytes, const char *from)
+{
+	size_t length = strnlen(from, nbytes - 1);
+
+	memcpy(to, from, length);
+	to[length] = '\0';
+}
+
 void rf_sys_release(char *release, size_t nbytes)
 {
 	struct utsname name;
-	size_t length;
 	int rc;
 
 	KERNEL(rc, uname(&name));
-	length = rc < 0 ? 0 : strnlen(name.release, sizeof(name.release));
-	if (length >= nbytes)
-		length = nbytes - 1;
-	memcpy(release, name.release, length);
-	release[length] = '\0';
+	copy_text(release, nbytes, rc < 0 ? "" : name.release);
+}
+
+void rf_sys_host(char *host, size_t nbytes)
+{
+	struct utsname name;
+	int rc;
+
+	KERNEL(rc, uname(&name));
+	copy_text(host, nbytes, rc < 0 ? "" : name.nodename);
+}
+
+pid_t rf_sys_pid(void)
+{
+	return getpid();
+}
+
+pid_t rf_sys_ppid(void)
+{
+	return getppid();
+}
+
+uint64_t rf_sys_now(void)
+{
+	struct timespec now = { .tv_sec = 0 };
+	int rc;
+
+	KERNEL(rc, clock_gettime(CLOCK_MONOTONIC, &now));
+	(void)rc;
+	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
 /* Not failed by the tests: a futex may return early at any time anyway. */

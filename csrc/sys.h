@@ -57,6 +57,7 @@ int rf_sys_map_over(uintptr_t start, size_t nbytes);
 #define RF_READ		0
 #define RF_READ_WRITE	1
 #define RF_NO_ACCESS	2
+#define RF_APPEND	3	/* of a file; made if it is not there */
 
 /* Private zeros, with that access, where nothing is mapped. -EEXIST: something is. */
 int rf_sys_map_at(uintptr_t start, size_t nbytes, int access);
@@ -68,7 +69,12 @@ ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned i
 
 int rf_sys_open(const char *path, int access);
 ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes);
+ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes);
 int rf_sys_close(int fd);
+/* struct dirent64 of an open directory; 0: no more. */
+ssize_t rf_sys_list(int fd, void *entries, size_t nbytes);
+/* Where a symbolic link points to, cut at @nbytes with the end. */
+int rf_sys_read_link(const char *path, char *target, size_t nbytes);
 
 /* Which file it is that a descriptor names. */
 struct rf_file {
@@ -87,6 +93,15 @@ int rf_sys_procmap_query(int fd, uintptr_t address, struct rf_vma *vma);
 
 /* The kernel's version, as uname(2) has it; "" if it fails. */
 void rf_sys_release(char *release, size_t nbytes);
+
+/* The name of this machine, "" if it fails. */
+void rf_sys_host(char *host, size_t nbytes);
+
+pid_t rf_sys_pid(void);
+pid_t rf_sys_ppid(void);
+
+/* Nanoseconds since some time. */
+uint64_t rf_sys_now(void);
 
 int rf_sys_futex_wait(const uint32_t *word, uint32_t expected);
 int rf_sys_futex_wake(const uint32_t *word);

@@ -8,28 +8,25 @@ import _ctypes
 import ctypes
 import errno
 import os
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
-from conftest import PAGE, child, fork_once, fresh, map_at, marked, private_map, run, vm_flags
+from conftest import PAGE, child, fork_once, fresh, map_at, private_map, run, vm_flags
+from standin import (
+    DIRECT,
+    DIRECT_CET,
+    NO_PLT,
+    OTHER_CODE,
+    READ_ONLY_SLOTS,
+    SLOTS,
+    Builder,
+    libraries,
+    load,
+    works,
+    x86_64,
+)
 
 import rdmafork
 
-SOURCE = Path(__file__).with_name("standin.c")
-VERSIONS = """
-IBVERBS_1.1 { global: ibv_fork_init; ibv_dontfork_range; ibv_dofork_range; };
-IBVERBS_1.13 { global: ibv_is_fork_initialized; } IBVERBS_1.1;
-"""
-SLOTS = ["-Wl,-z,lazy"]
-READ_ONLY_SLOTS = ["-Wl,-z,relro,-z,now"]
-NO_PLT = ["-fno-plt"]
-DIRECT = ["-Wl,-Bsymbolic-functions"]
-DIRECT_CET = [*DIRECT, "-fcf-protection"]
-OTHER_CODE = [*DIRECT, "-DOTHER_CODE"]
-
-x86_64 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="jumps are for x86-64")
 REWRITTEN = [
     pytest.param(SLOTS, "rewritten", id="slots"),
     pytest.param(READ_ONLY_SLOTS, "rewritten", id="read-only-slots"),
@@ -44,53 +41,7 @@ LINKED = [*REWRITTEN, *PATCHED]
 
 @pytest.fixture
 def build(tmp_path):
-    """build(name, options, source) is the path of a shared library."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if not compiler:
-        pytest.skip("no C compiler")
-    versions = tmp_path / "versions.map"
-    versions.write_text(VERSIONS)
-
-    def build(name="libibverbs.so.1", options=(), source=SOURCE):
-        path = tmp_path / name
-        version = [f"-Wl,--version-script={versions}"] if source is SOURCE else []
-        command = [compiler, "-O2", "-fPIC", "-shared", "-pthread", *version]
-        command += [f"-Wl,-soname,{name}", "-o", path, source, *options]
-        subprocess.run(command, check=True)
-        return str(path)
-
-    return build
-
-
-def load(path, mode=os.RTLD_LOCAL):
-    library = ctypes.CDLL(path, mode=mode | os.RTLD_NOW)
-    for name in ("standin_register", "standin_release"):
-        getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return library
-
-
-def libraries():
-    """{file name: how} of all of them."""
-    found = rdmafork.stats().ibv_libraries
-    return {os.path.basename(library.path): library.how for library in found}
-
-
-def works(library):
-    """What it registers is protected here, and by nobody else."""
-    before, own = rdmafork.stats(), library.standin_own_calls()
-    memory, address = private_map(4 * PAGE)
-    assert library.standin_register(address, 2 * PAGE) == 0
-    assert marked(address, 4 * PAGE) == [address, address + PAGE]
-    assert rdmafork.stats().ibv_ranges == before.ibv_ranges + 1
-    with rdmafork.register(memory):  # beside it, on the same pages
-        fork_once()
-        assert len(marked(address, 4 * PAGE)) == 4
-    assert marked(address, 4 * PAGE) == [address, address + PAGE]
-    assert library.standin_release(address, 2 * PAGE) == 0
-    assert marked(address, 4 * PAGE) == []
-    assert rdmafork.stats().ibv_calls == before.ibv_calls + 2
-    assert rdmafork.stats().ibv_unbalanced == before.ibv_unbalanced
-    assert library.standin_own_calls() == own
+    return Builder(tmp_path)
 
 
 @pytest.mark.parametrize(("options", "how"), LINKED)

@@ -1,0 +1,347 @@
+"""What the environment of "rdmafork exec" makes of a program: the engine, children, the report."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import PAGE, child, environment, fork_once, private_map, run, vm_flags
+from standin import DIRECT, OTHER_CODE, Builder, load, works, x86_64
+
+import rdmafork
+
+SETTINGS = {"RDMAFORK_EXEC": "1"}
+
+
+def execute(command, env=None, **options):
+    """Run a program as "rdmafork exec" would."""
+    settings = {**SETTINGS, "LD_PRELOAD": rdmafork.get_library(), **(env or {})}
+    options = {"capture_output": True, **options}
+    return subprocess.run(command, env=environment(settings), **options)
+
+
+def python(source, *args, env=None, **options):
+    return execute([sys.executable, "-c", source, *map(str, args)], env, **options)
+
+
+@pytest.fixture
+def build(tmp_path):
+    return Builder(tmp_path)
+
+
+@pytest.fixture
+def report(tmp_path):
+    """(path, function that reads the lines)"""
+    path = tmp_path / "report.json"
+    return path, lambda: [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def preloaded(function, *args, **env):
+    return run(function, *args, env={**SETTINGS, **env}, preload=rdmafork.get_library())
+
+
+# ---- the engine ------------------------------------------------------------------------------
+
+
+@x86_64
+def test_it_runs_unasked_and_serves_what_is_loaded_later(build):
+    preloaded(_unasked, build("a.so"), build("b.so", DIRECT))
+
+
+def _unasked(*paths):
+    expected = "lazy" if rdmafork.kernel_info().copy_on_fork_trusted else "eager"
+    assert rdmafork.stats().mode == expected
+    memory, address = private_map(PAGE)
+    with rdmafork.register(memory) as registration:
+        assert registration.protected
+        fork_once()
+        assert "dc" in vm_flags(address)
+    libraries = [load(path, os.RTLD_DEEPBIND) for path in paths]
+    fork_once()
+    for library in libraries:
+        works(library)
+
+
+def test_the_mode_is_the_environment_s():
+    assert preloaded(_mode, RDMAFORK_MODE="eager") == "eager"
+    assert run(_mode, env={"RDMAFORK_EXEC": None}, preload=rdmafork.get_library()) is None
+
+
+def _mode():
+    return rdmafork.stats().mode
+
+
+def test_a_failure_is_told_once_and_the_program_runs(report):
+    path, lines = report
+    env = {"RDMAFORK_MODE": "bogus", "RDMAFORK_REPORT": str(path)}
+    done = python("import os; os.fork() or os._exit(0); print('here')", env=env, text=True)
+    assert (done.returncode, done.stdout) == (0, "here\n")
+    message = "rdmafork: not started: a variable means nothing: RDMAFORK_MODE=bogus"
+    assert done.stderr == message + "\n"
+    (line,) = lines()
+    assert (line["mode"], line["errors"]) == (None, [message])
+
+
+# ---- the report ------------------------------------------------------------------------------
+
+
+WORK = """
+import os, sys, rdmafork
+memory = [bytearray(1 << 20) for _ in range(3)]
+first = rdmafork.register(memory[0])
+for i in range(4):
+    if not os.fork():
+        os._exit(0)
+    os.wait()
+rdmafork.register(memory[1]).close()
+print(rdmafork.stats().marked_bytes)
+"""
+
+
+def test_one_line_says_what_a_process_did(report):
+    path, lines = report
+    done = python(WORK, env={"RDMAFORK_REPORT": str(path), "RDMAFORK_RANK": "7"}, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    marked = int(done.stdout)
+    (line,) = lines()
+    kernel = rdmafork.kernel_info()
+    assert {name: line[name] for name in ("host", "rank", "program", "forks", "unbalanced")} == {
+        "host": os.uname().nodename,
+        "rank": "7",
+        "program": sys.executable,
+        "forks": 4,
+        "unbalanced": 0,
+    }
+    assert line["rdmafork"] >= 2
+    assert line["ppid"] == os.getpid() != line["pid"]
+    assert line["mode"] == ("lazy" if kernel.copy_on_fork_trusted else "eager")
+    assert line["kernel"]["release"] == kernel.release
+    assert line["kernel"]["copy_trusted"] == kernel.copy_on_fork_trusted
+    assert line["registrations"]["total"] == 2
+    assert line["absent_bytes"] == {"total": 4 * marked, "last": marked} and marked
+    assert line["handler_ns"]["total"] >= line["handler_ns"]["max"] > 0
+    assert (line["libraries"], line["errors"], line["fork_callers"]) == ([], [], [])
+    assert line["ranges"] == {"calls": 0, "live": 0}
+    assert line["left_bytes"] == 0
+
+
+def test_lines_are_added_and_a_child_that_exits_has_one_too(report):
+    path, lines = report
+    path.write_text('{"before": 1}\n')
+    source = "import os, sys; child = os.fork(); child and os.wait(); sys.exit(3)"
+    done = python(source, env={"RDMAFORK_REPORT": str(path)})
+    assert done.returncode == 3
+    before, of_child, of_parent = lines()
+    assert before == {"before": 1}
+    assert of_child["ppid"] == of_parent["pid"]
+    assert (of_child["forks"], of_parent["forks"]) == (0, 1)
+    assert stat.S_IMODE(path.stat().st_mode) & 0o444
+
+
+def test_a_dash_is_stderr_and_stdout_is_the_program_s():
+    done = python("print('out')", env={"RDMAFORK_REPORT": "-"}, text=True)
+    assert done.stdout == "out\n"
+    (line,) = done.stderr.splitlines()
+    assert json.loads(line)["rank"] is None
+
+
+def test_a_report_that_cannot_be_written_is_nobody_s_concern(tmp_path):
+    for path in (tmp_path / "none" / "report", "/proc/version", tmp_path):
+        done = python("import sys; sys.exit(5)", env={"RDMAFORK_REPORT": str(path)})
+        assert (done.returncode, done.stdout, done.stderr) == (5, b"", b"")
+
+
+def test_without_exec_nothing_is_reported(report):
+    path, _lines = report
+    python("pass", env={"RDMAFORK_EXEC": None, "RDMAFORK_REPORT": str(path)})
+    python("pass", env={"RDMAFORK_EXEC": "0", "RDMAFORK_REPORT": str(path)})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "rank", ['a"b\\c\n\t', "grüße €😀", "\udcff\udce2\udc82x", "\udced\udca0\udc80"]
+)
+def test_any_text_is_valid_json(report, rank):
+    path, lines = report
+    python("pass", env={"RDMAFORK_REPORT": str(path), "RDMAFORK_RANK": rank})
+    (line,) = lines()
+    assert os.fsencode(line["rank"]) == os.fsencode(rank)
+
+
+def test_many_processes_write_whole_lines(report):
+    path, lines = report
+    count = 24
+    settings = {**SETTINGS, "LD_PRELOAD": rdmafork.get_library(), "RDMAFORK_REPORT": str(path)}
+    program = shutil.which("env")
+    processes = [
+        subprocess.Popen([program], env=environment(settings), stdout=subprocess.DEVNULL)
+        for _ in range(count)
+    ]
+    assert [process.wait() for process in processes] == [0] * count
+    assert sorted(line["pid"] for line in lines()) == sorted(p.pid for p in processes)
+
+
+REGISTERS = """
+import ctypes, mmap, sys, rdmafork
+first, second = map(ctypes.CDLL, sys.argv[1:])
+rdmafork.stats()
+memory = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+at = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+for call in ("register", "register", "release", "release", "release", "register"):
+    assert getattr(first, f"standin_{call}")(at, ctypes.c_size_t(4096)) == 0
+"""
+
+
+@x86_64
+def test_the_libraries_and_what_came_through(report, build):
+    path, lines = report
+    paths = [build("a.so", DIRECT), build("b.so", OTHER_CODE)]
+    done = python(REGISTERS, *paths, env={"RDMAFORK_REPORT": str(path)}, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = lines()
+    first, second = line["libraries"]
+    assert first == {"path": paths[0], "how": "patched", "why": None}
+    assert (second["path"], second["how"]) == (paths[1], "refused")
+    assert "they are not known ones" in second["why"]
+    assert line["ranges"] == {"calls": 6, "live": 1}
+    assert line["registrations"] == {"total": 3, "live": 1}
+    assert line["unbalanced"] == 1
+
+
+# ---- who forked ------------------------------------------------------------------------------
+
+
+FORKS = """
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+__attribute__((noinline)) void first_caller(void) { if (!fork()) _exit(0); wait(NULL); }
+__attribute__((noinline)) void second_caller(void) { if (!fork()) _exit(0); wait(NULL); }
+int main(void)
+{
+	for (int i = 0; i < 5; i++)
+		first_caller();
+	second_caller();
+	return 0;
+}
+"""
+
+
+@pytest.fixture
+def forks(tmp_path):
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if not compiler:
+        pytest.skip("no C compiler")
+    (tmp_path / "forks.c").write_text(FORKS)
+    program = tmp_path / "forks"
+    command = [compiler, "-O1", "-rdynamic", "-o", program, tmp_path / "forks.c"]
+    subprocess.run(command, check=True)
+    return str(program)
+
+
+def test_who_forked_is_named(report, forks):
+    path, lines = report
+    env = {"RDMAFORK_REPORT": str(path), "RDMAFORK_TRACE_FORKS": "1"}
+    assert execute([forks], env=env).returncode == 0
+    (line,) = lines()
+    assert line["program"] == forks
+    assert [(c["symbol"], c["object"], c["count"]) for c in line["fork_callers"]] == [
+        ("first_caller", forks, 5),
+        ("second_caller", forks, 1),
+    ]
+
+
+def test_who_forked_is_not_asked_without_need(report, forks):
+    path, lines = report
+    execute([forks], env={"RDMAFORK_REPORT": str(path)})
+    assert lines()[0]["fork_callers"] == [] and lines()[0]["forks"] == 6
+
+
+# ---- devices ---------------------------------------------------------------------------------
+
+
+NAMESPACE = ["unshare", "-m"]
+DIRECTORY = Path("/dev/infiniband")
+
+
+@pytest.fixture
+def device_directory():
+    """A place for device files, mounted over in the namespace of the test."""
+    if os.geteuid() or not shutil.which("unshare"):
+        pytest.skip("needs root and unshare (util-linux)")
+    made = not DIRECTORY.exists()
+    if made:
+        DIRECTORY.mkdir()
+    yield
+    if made:
+        DIRECTORY.rmdir()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_child_has_no_device_whoever_opened_it(build, device_directory, keep):
+    env = {**SETTINGS, "RDMAFORK_KEEP_DEVICES": "1" if keep else None}
+    library = rdmafork.get_library()
+    try:
+        run(_devices, build(), keep, env=env, preload=library, prefix=NAMESPACE)
+    except PermissionError as error:
+        pytest.skip(f"no device files can be made here: {error}")
+
+
+def _devices(path, keep):
+    subprocess.run(["mount", "-t", "tmpfs", "none", DIRECTORY], check=True)
+    names = DIRECTORY / "uverbs7", DIRECTORY / "rdma_cm"
+    for name in names:
+        os.mknod(name, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero
+    before = os.open(names[0], os.O_RDWR)
+    targets = lambda *fds: [os.readlink(f"/proc/self/fd/{fd}") for fd in fds]  # noqa: E731
+    # Without a libibverbs there is none, whatever its name.
+    assert child(targets, before) == [str(names[0])]
+    load(path)
+    device, other = os.open(names[0], os.O_RDWR), os.open(names[1], os.O_RDWR)
+    copy = os.dup(device)
+    plain = os.open("/dev/zero", os.O_RDWR)
+    expected = [str(names[0]) if keep else "/dev/null"] * 3
+    for _ in range(2):
+        found = child(targets, before, device, copy, other, plain)
+        assert found == [*expected, str(names[1]), "/dev/zero"]
+    assert targets(before, device, copy) == [str(names[0])] * 3
+    assert child(child, targets, device) == expected[:1]
+    with pytest.raises(OSError) as caught:
+        os.readlink(f"/proc/self/fd/{plain + 1}")
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_a_child_short_of_descriptors_has_no_device_either(build, device_directory):
+    library = rdmafork.get_library()
+    try:
+        run(_short, build(), env=SETTINGS, preload=library, prefix=NAMESPACE)
+    except PermissionError as error:
+        pytest.skip(f"no device files can be made here: {error}")
+
+
+def _short(path):
+    subprocess.run(["mount", "-t", "tmpfs", "none", DIRECTORY], check=True)
+    name = DIRECTORY / "uverbs0"
+    os.mknod(name, 0o600 | stat.S_IFCHR, os.makedev(1, 5))
+    load(path)
+    devices = [os.open(name, os.O_RDWR) for _ in range(20)]
+    # One descriptor is left to the child, and looking for devices takes that.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (devices[-1] + 2,) * 2)
+    pid = os.fork()
+    if not pid:
+        os._exit(sum(_is(fd, name) for fd in devices))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert all(_is(fd, name) for fd in devices)
+
+
+def _is(fd, path):
+    try:
+        return os.fstat(fd).st_ino == os.stat(path).st_ino
+    except OSError:
+        return False

@@ -21,6 +21,7 @@ static void prepare(void)
 	rf_intercept_look(true);
 	__atomic_add_fetch(&engine->window, 1, __ATOMIC_SEQ_CST);
 	__atomic_add_fetch(&engine->begun, 1, __ATOMIC_SEQ_CST);
+	rf_intercept_wait();
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
 		return;
 	if (rf_enter(0) < 0) {

@@ -93,7 +93,6 @@ static int dontfork(uintptr_t begin, size_t nbytes)
 	int rc;
 
 	start();
-	rf_intercept_look(false);
 	rc = register_range(begin, begin + nbytes, &entry);
 	if (rc < 0)
 		return rc;

@@ -2,7 +2,7 @@
 #define _GNU_SOURCE /* dl_iterate_phdr() */
 #include "intercept.h"
 #include "object.h"
-#include "lock.h"
+#include "engine.h"
 #include "patch.h"
 
 #include <errno.h>
@@ -44,10 +44,21 @@ struct copy {
 static struct {
 	struct rf_lock lock;
 	bool on;
+	bool any;			/* a libibverbs has been seen */
+	bool changing;			/* what follows */
 	unsigned long long seen;	/* objects ever loaded and unloaded, as of the last round */
 	struct copy copies[RF_LIBRARIES];
 	size_t count;
 } state;
+
+/*
+ * Who is in the loader holds its lock, which a child of another thread's fork would find
+ * taken for ever. So none goes there while a fork is under way, and a fork waits for
+ * those who are, though not for long: they may be waiting for what it holds.
+ */
+#define PATIENCE 20000
+static int rounds;
+static __thread int rounds_here __attribute__((tls_model("initial-exec")));
 
 static __thread bool trying __attribute__((tls_model("initial-exec")));
 static __thread bool arrived __attribute__((tls_model("initial-exec")));
@@ -146,6 +157,8 @@ static void find_copies(void)
 		if (state.copies[i].found)
 			state.copies[kept++] = state.copies[i];
 	state.count = kept;
+	if (kept)
+		__atomic_store_n(&state.any, true, __ATOMIC_RELAXED);
 }
 
 /* ---- What each takes ---- */
@@ -180,12 +193,24 @@ static bool arrives(uintptr_t entry)
 	return arrived;
 }
 
+static bool is_patched(const struct copy *copy)
+{
+	size_t i;
+
+	for (i = 0; i < RANGE_NAMES; i++)
+		if (!copy->through_slots[i] && !rf_patch_leads(copy->entries[i], ours(i)))
+			return false;
+	return true;
+}
+
 static int patch(const struct copy *copy)
 {
 	struct rf_patch patches[RANGE_NAMES];
 	size_t i, done;
 	int rc = 0;
 
+	if (is_patched(copy))
+		return 0;
 	for (i = 0; rc >= 0 && i < RANGE_NAMES; i++)
 		if (!copy->through_slots[i])
 			rc = rf_patch_plan(&patches[i], copy->entries[i], ours(i));
@@ -319,18 +344,37 @@ static int count_loaded(struct dl_phdr_info *info, size_t size, void *data)
 /* It may have been unloaded and loaded again where it was. */
 static bool is_as_it_was(const struct copy *copy)
 {
-	size_t i;
-
 	if (!copy->settled || copy->library.how == RF_LIBRARY_REFUSED)
 		return false;
-	if (copy->library.how == RF_LIBRARY_PATCHED)
-		for (i = 0; i < RANGE_NAMES; i++)
-			if (!copy->through_slots[i] && !arrives(copy->entries[i]))
-				return false;
+	return copy->library.how != RF_LIBRARY_PATCHED || is_patched(copy);
+}
+
+/* False: a fork is under way. @insist: it is waited for. */
+static bool begin_round(bool insist)
+{
+	int tries;
+
+	for (tries = 0;; tries++) {
+		__atomic_add_fetch(&rounds, 1, __ATOMIC_SEQ_CST);
+		if (!__atomic_load_n(&rf_engine.window, __ATOMIC_SEQ_CST) ||
+		    (insist && tries == PATIENCE))
+			break;
+		__atomic_sub_fetch(&rounds, 1, __ATOMIC_SEQ_CST);
+		if (!insist)
+			return false;
+		rf_sys_yield();
+	}
+	rounds_here++;
 	return true;
 }
 
-static void go_round(bool forking)
+static void end_round(void)
+{
+	rounds_here--;
+	__atomic_sub_fetch(&rounds, 1, __ATOMIC_SEQ_CST);
+}
+
+static void look_round(bool forking)
 {
 	unsigned long long loaded = 0;
 	bool settled = true;
@@ -339,6 +383,7 @@ static void go_round(bool forking)
 	dl_iterate_phdr(count_loaded, &loaded);
 	if (loaded == state.seen)
 		return;
+	state.changing = true;
 	find_copies();
 	for (i = 0; i < state.count; i++) {
 		struct copy *copy = &state.copies[i];
@@ -352,6 +397,15 @@ static void go_round(bool forking)
 	for (i = 0; state.count && i < NAMES; i += NAMES - 1)
 		dl_iterate_phdr(rewrite_slots, &i);
 	state.seen = settled ? loaded : 0;
+	state.changing = false;
+}
+
+static void go_round(bool forking, bool insist)
+{
+	if (!begin_round(insist))
+		return;
+	look_round(forking);
+	end_round();
 }
 
 void rf_intercept_look(bool forking)
@@ -359,7 +413,7 @@ void rf_intercept_look(bool forking)
 	/* Whoever has it is looking. */
 	if (!__atomic_load_n(&state.on, __ATOMIC_RELAXED) || !rf_lock_try(&state.lock))
 		return;
-	go_round(forking);
+	go_round(forking, false);
 	rf_lock_drop(&state.lock);
 }
 
@@ -380,7 +434,7 @@ void rf_intercept_begin(void)
 
 bool rf_intercept_any(void)
 {
-	return __atomic_load_n(&state.count, __ATOMIC_RELAXED) != 0;
+	return __atomic_load_n(&state.any, __ATOMIC_RELAXED);
 }
 
 int rf_intercept_forward(void)
@@ -394,7 +448,7 @@ int rf_intercept_forward(void)
 	if (enter() < 0)
 		return 0;
 	state.on = true;
-	go_round(false);
+	go_round(false, true);
 	for (i = 0; i < state.count; i++)
 		if (state.copies[i].library.how == RF_LIBRARY_REFUSED &&
 		    state.copies[i].entries[NAME_FORK_INIT])
@@ -407,13 +461,29 @@ int rf_intercept_forward(void)
 	return rc;
 }
 
+void rf_intercept_wait(void)
+{
+	int tries;
+
+	for (tries = 0; tries < PATIENCE; tries++) {
+		if (__atomic_load_n(&rounds, __ATOMIC_SEQ_CST) <= rounds_here)
+			return;
+		rf_sys_yield();
+	}
+}
+
 void rf_intercept_child(void)
 {
+	__atomic_store_n(&rounds, rounds_here, __ATOMIC_SEQ_CST);
+	if (!state.lock.word || rf_lock_is_mine(&state.lock))
+		return;
 	/* Whoever looked is not in this process, and may have left off anywhere. */
-	if (state.lock.word && !rf_lock_is_mine(&state.lock))
+	if (state.changing) {
+		state.count = 0;
 		state.seen = 0;
-	if (!rf_lock_is_mine(&state.lock))
-		__atomic_store_n(&state.lock.word, 0, __ATOMIC_RELEASE);
+		state.changing = false;
+	}
+	__atomic_store_n(&state.lock.word, 0, __ATOMIC_RELEASE);
 }
 
 const char *rf_intercept_reason(uint8_t why)
@@ -442,7 +512,7 @@ RF_API int rf_intercept(struct rf_error *error)
 		return rc;
 	error->cause = RF_CAUSE_NONE;
 	state.on = true;
-	go_round(false);
+	go_round(false, true);
 	for (i = 0; i < state.count; i++) {
 		const struct rf_library *library = &state.copies[i].library;
 
@@ -468,7 +538,7 @@ RF_API ssize_t rf_libraries(struct rf_library *out, size_t capacity)
 	if (enter() < 0)
 		return -EDEADLK;
 	if (state.on)
-		go_round(false);
+		go_round(false, false);
 	for (i = 0; i < state.count && i < capacity; i++)
 		out[i] = state.copies[i].library;
 	count = (ssize_t)state.count;

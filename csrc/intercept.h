@@ -33,7 +33,7 @@
 /* Interception is on from now; in a constructor. */
 void rf_intercept_begin(void);
 
-/* Was there a libibverbs in this process when it was looked for last? */
+/* Has there been a libibverbs in this process? */
 bool rf_intercept_any(void);
 
 /* enum rf_library_why in words; NULL: RF_WHY_NONE. */
@@ -47,6 +47,9 @@ void rf_intercept_look(bool forking);
 
 /* The same in ibv_fork_init(): ask those not served to protect themselves. 0 or an errno. */
 int rf_intercept_forward(void);
+
+/* In a fork handler, with the window open: until nobody is in the loader. */
+void rf_intercept_wait(void);
 
 /* In a forked child. */
 void rf_intercept_child(void);

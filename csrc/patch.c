@@ -3,7 +3,6 @@
 #include "sys.h"
 
 #include <errno.h>
-#include <stdbool.h>
 #include <string.h>
 #include <sys/auxv.h>
 
@@ -63,32 +62,50 @@ static int store_near(uintptr_t entry, uintptr_t to, uintptr_t *word)
 	return rf_sys_protect((uintptr_t)near_page, page_size, PROT_READ);
 }
 
+static const unsigned char jump[] = { 0xff, 0x25 };
+
+static const unsigned char *first_instruction(uintptr_t entry)
+{
+	static const unsigned char endbr64[] = { 0xf3, 0x0f, 0x1e, 0xfa };
+	const unsigned char *code = (const unsigned char *)entry;
+
+	return memcmp(code, endbr64, sizeof(endbr64)) != 0 ? code : code + sizeof(endbr64);
+}
+
 /* cmpq $0, there(%rip), eight bytes; NULL: @entry begins otherwise. */
 static const unsigned char *find_compare(uintptr_t entry)
 {
-	static const unsigned char endbr64[] = { 0xf3, 0x0f, 0x1e, 0xfa };
 	static const unsigned char compare[] = { 0x48, 0x83, 0x3d };
-	const unsigned char *code = (const unsigned char *)entry;
+	const unsigned char *code = first_instruction(entry);
 
-	if (!memcmp(code, endbr64, sizeof(endbr64)))
-		code += sizeof(endbr64);
 	return !memcmp(code, compare, sizeof(compare)) && !code[7] ? code : NULL;
+}
+
+/* The word that an instruction names by the displacement at @at, relative to its @end. */
+static const uintptr_t *named_word(const unsigned char *at, const unsigned char *end)
+{
+	int32_t displacement;
+
+	memcpy(&displacement, at, sizeof(displacement));
+	return (const uintptr_t *)((uintptr_t)end + (uintptr_t)(intptr_t)displacement);
 }
 
 const uintptr_t *rf_patch_compared(uintptr_t entry)
 {
 	const unsigned char *code = find_compare(entry);
-	int32_t displacement;
 
-	if (!code)
-		return NULL;
-	memcpy(&displacement, code + 3, sizeof(displacement));
-	return (const uintptr_t *)((uintptr_t)code + 8 + (uintptr_t)(intptr_t)displacement);
+	return code ? named_word(code + 3, code + 8) : NULL;
+}
+
+bool rf_patch_leads(uintptr_t entry, uintptr_t to)
+{
+	const unsigned char *code = first_instruction(entry);
+
+	return !memcmp(code, jump, sizeof(jump)) && *named_word(code + 2, code + 6) == to;
 }
 
 int rf_patch_plan(struct rf_patch *patch, uintptr_t entry, uintptr_t to)
 {
-	static const unsigned char jump[] = { 0xff, 0x25 };
 	const unsigned char *code = find_compare(entry);
 	size_t at = (uintptr_t)code % UNIT;
 	int32_t displacement;
@@ -144,6 +161,12 @@ const uintptr_t *rf_patch_compared(uintptr_t entry)
 {
 	(void)entry;
 	return NULL;
+}
+
+bool rf_patch_leads(uintptr_t entry, uintptr_t to)
+{
+	(void)entry, (void)to;
+	return false;
 }
 
 int rf_patch_plan(struct rf_patch *patch, uintptr_t entry, uintptr_t to)

@@ -13,6 +13,7 @@
 #ifndef RF_PATCH_H
 #define RF_PATCH_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 struct rf_patch {
@@ -28,6 +29,9 @@ int rf_patch_plan(struct rf_patch *patch, uintptr_t entry, uintptr_t to);
 
 /* The word that the first instruction of @entry compares with zero; NULL: it is another. */
 const uintptr_t *rf_patch_compared(uintptr_t entry);
+
+/* Is there a jump to @to already? */
+bool rf_patch_leads(uintptr_t entry, uintptr_t to);
 
 /* Write it. What mprotect() says; -EBUSY: somebody else has changed the code. */
 int rf_patch_apply(const struct rf_patch *patch);

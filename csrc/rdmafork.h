@@ -172,7 +172,7 @@ struct rf_library {
 /*
  * Where this library is not found first: from now on what every libibverbs in the
  * process calls of its own fork support comes here, of those loaded later too, from
- * the next fork, or call of any of the four functions, on. What they have marked
+ * the next fork, ibv_fork_init() or rf_libraries() on. What they have marked
  * before stays marked. Returns how many are served. -ENOTSUP: one cannot be; those
  * that can are. -EDEADLK.
  */

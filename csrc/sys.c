@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <linux/netlink.h>
+#include <sched.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -357,6 +358,11 @@ uint64_t rf_sys_now(void)
 	KERNEL(rc, clock_gettime(CLOCK_MONOTONIC, &now));
 	(void)rc;
 	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+void rf_sys_yield(void)
+{
+	sched_yield();
 }
 
 /* Not failed by the tests: a futex may return early at any time anyway. */

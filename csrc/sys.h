@@ -103,6 +103,8 @@ pid_t rf_sys_ppid(void);
 /* Nanoseconds since some time. */
 uint64_t rf_sys_now(void);
 
+void rf_sys_yield(void);
+
 int rf_sys_futex_wait(const uint32_t *word, uint32_t expected);
 int rf_sys_futex_wake(const uint32_t *word);
 

@@ -395,8 +395,8 @@ def fork_init(mode="auto", *, intercept=False):
     intercept: what every libibverbs in this process, loaded now or later, asks of its
     own fork support comes here: the memory that other libraries register (pyverbs, UCX,
     NCCL) is protected too, and counted in stats(). What they registered before is
-    theirs to protect. One that is loaded later is noticed at the next fork() or call
-    of these functions, so load them first, or run the program by "rdmafork exec".
+    theirs to protect. One that is loaded later is noticed at the next fork() or
+    stats(), so load them first, or run the program by "rdmafork exec".
 
     A second call with the same wishes, or with none, does nothing. A forked child
     inherits the mode, and may choose another before it registers anything.

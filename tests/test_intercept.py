@@ -8,9 +8,10 @@ import _ctypes
 import ctypes
 import errno
 import os
+import threading
 
 import pytest
-from conftest import PAGE, child, fork_once, fresh, map_at, private_map, run, vm_flags
+from conftest import PAGE, SLOWNESS, child, fork_once, fresh, map_at, private_map, run, vm_flags
 from standin import (
     DIRECT,
     DIRECT_CET,
@@ -335,6 +336,36 @@ def _while_registering(path):
     assert rdmafork.stats().ibv_calls > 0
     assert rdmafork.stats().ibv_ranges == 0
     works(library)
+
+
+def test_a_child_finds_the_loader_free(build):
+    """A thread that looks for libraries holds its lock, and does not exist in a child."""
+    run(_finds_the_loader_free, build())
+
+
+def _finds_the_loader_free(path):
+    library = load(path)
+    rdmafork.fork_init(intercept=True)
+    done = threading.Event()
+
+    def look():
+        while not done.is_set():
+            rdmafork.stats()
+
+    def in_child():
+        works(library)
+        return libraries()
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(200):
+            assert child(in_child, timeout=10 * SLOWNESS) == {"libibverbs.so.1": "rewritten"}
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
 
 
 # ---- real ones -------------------------------------------------------------------------------

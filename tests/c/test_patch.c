@@ -39,9 +39,12 @@ static void check_there_and_back(int (*volatile function)(void), int value)
 	CHECK(function() == value);
 	CHECK(rf_patch_apply(&patch) == 0);
 	CHECK(function() == 77);
+	CHECK(rf_patch_leads((uintptr_t)function, (uintptr_t)elsewhere));
+	CHECK(!rf_patch_leads((uintptr_t)function, (uintptr_t)other_function));
 	CHECK(rf_patch_apply(&patch) == -EBUSY);
 	CHECK(function() == 77);
 	rf_patch_undo(&patch);
+	CHECK(!rf_patch_leads((uintptr_t)function, (uintptr_t)elsewhere));
 	CHECK(function() == value);
 }
 

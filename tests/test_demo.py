@@ -20,7 +20,7 @@ from test_pins import forbid_io_uring
 
 import rdmafork
 from rdmafork import _pins
-from rdmafork.cli import demo, demo_screen, main, terminal
+from rdmafork.cli import demo, demo_screen, machine, main, terminal
 from rdmafork.cli.demo_promises import promises
 
 SMALL = ("demo", "--quick", "--size", "32MiB")
@@ -226,7 +226,7 @@ def test_less_memory_makes_it_smaller():
     assert demo.choose_size(100 << 20, 1 << 30) == (100 << 20, None)
     size, why = demo.choose_size(1 << 30, 1 << 30)
     assert size == int((1 << 30) / 2.2) >> 20 << 20 and "1 GiB of memory is available" in why
-    assert demo.memory_available() > 0
+    assert machine.memory_available() > 0
 
 
 def broken(report, path, value):

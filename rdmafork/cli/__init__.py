@@ -7,11 +7,16 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 from rdmafork import __version__
 
-# Each is a module here with HELP, DESCRIPTION, add_arguments(parser) and run(args) -> exit status.
-COMMANDS = ("demo",)
+# Each is a module here with DESCRIPTION, EPILOG, add_arguments(parser) and run(args) -> exit
+# status, imported when it is the one that is wanted.
+COMMANDS = {
+    "demo": "see what fork() does to pinned memory, without and with rdmafork",
+}
 
 DESCRIPTION = """\
 rdmafork keeps fork() safe and cheap in programs that registered memory with RDMA
@@ -27,13 +32,23 @@ In a program:
 """
 
 EPILOG = """\
-`rdmafork COMMAND --help` tells about one command. Exit status: 0 all is well, 1 a
-promise was broken, 2 the command could not do its work.
+`rdmafork COMMAND --help` tells about one command, and what its exit status means.
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """usage_status: the exit status when the arguments are wrong."""
+
+    usage_status = 2
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(self.usage_status, f"{self.prog}: {message}\n")
+
+
+def _parser(wanted: str | None) -> argparse.ArgumentParser:
+    """The parser, of which only the wanted command knows its arguments."""
+    parser = _Parser(
         prog="rdmafork",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -41,29 +56,41 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rdmafork {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in COMMANDS:
+    for name, summary in COMMANDS.items():
+        if name != wanted:
+            subparsers.add_parser(name, help=summary, add_help=False)
+            continue
         command = importlib.import_module(f"rdmafork.cli.{name}")
         subparser = subparsers.add_parser(
             name,
-            help=command.HELP,
+            help=summary,
             description=command.DESCRIPTION,
-            epilog=getattr(command, "EPILOG", None),
+            epilog=command.EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns its exit status."""
-    parser = _parser()
-    if not (sys.argv[1:] if argv is None else argv):
+def _run(arguments: Sequence[str]) -> int:
+    parser = _parser(next((a for a in arguments if not a.startswith("-")), None))
+    if not arguments:
         parser.print_help()
         return 2
-    args = parser.parse_args(argv)
     try:
-        status: int = args.run(args)
+        args = parser.parse_args(arguments)
+    except SystemExit as leaving:  # with 0 after --help and --version
+        return leaving.code if isinstance(leaving.code, int) else 2
+    status: int = args.run(args)
+    return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit status."""
+    try:
+        status = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
     except BrokenPipeError:

@@ -19,10 +19,8 @@ from typing import Any
 
 import rdmafork
 from rdmafork import _pins
-from rdmafork.cli import demo_screen, terminal
+from rdmafork.cli import demo_screen, machine, terminal
 from rdmafork.cli.demo_promises import FORK_LIMIT, MODES, promises
-
-HELP = "see what fork() does to pinned memory, without and with rdmafork"
 
 DESCRIPTION = """\
 Shows in one screen, on this machine and without RDMA hardware, what rdmafork does.
@@ -36,7 +34,8 @@ costs, and whether a device still reads and writes the parent's pages afterwards
 EPILOG = """\
 It needs about 2.2 times the size in memory, as the kernel copies it all once, and
 takes less if there is less. As root, and if no huge page is reserved, it reserves a
-few for a moment and gives them back. Exit status: 1 if a promise was broken.
+few for a moment and gives them back. Exit status: 0 all is well, 1 a promise was
+broken, 2 it could not do its work.
 """
 
 PAIRS = 1000  # registrations during which system calls are counted
@@ -145,71 +144,7 @@ class Worker:
             self._process.__exit__(None, None, None)
 
 
-# --- The machine ---------------------------------------------------------------------
-
-
-def _field(path: str, key: str) -> str | None:
-    """The value in a line "key: value" or "key value" of a file of the kernel's."""
-    with contextlib.suppress(OSError), open(path) as lines:
-        for line in lines:
-            name, _, value = line.replace(":", " ", 1).partition(" ")
-            if name == key:
-                return value.strip()
-    return None
-
-
-def _number(path: str) -> int | None:
-    with contextlib.suppress(OSError, ValueError), open(path) as file:
-        return int(file.read())
-    return None
-
-
-def memory_available() -> int:
-    """Bytes that can be used now: the machine's, or what a control group leaves."""
-    kib = (_field("/proc/meminfo", "MemAvailable") or "0 kB").split()[0]
-    available = int(kib) << 10 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    for group, limit_name, used_name in _control_groups():
-        limit, used = _number(f"{group}/{limit_name}"), _number(f"{group}/{used_name}")
-        if limit is not None and used is not None:
-            cache = int(_field(f"{group}/memory.stat", "inactive_file") or 0)
-            available = min(available, max(limit - used + cache, 0))
-    return available
-
-
-def _control_groups() -> Iterator[tuple[str, str, str]]:
-    """Those whose limits count for this process: (directory, its limit, its usage)."""
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as lines:
-        for line in lines:
-            number, controllers, path = line.rstrip("\n").split(":", 2)
-            if number == "0":
-                root, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
-            elif "memory" in controllers.split(","):
-                root = "/sys/fs/cgroup/memory"
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            else:
-                continue
-            while path:  # a container may see only the last ones, or all at the root
-                yield root + path, *names
-                path = path.rpartition("/")[0]
-            yield root, *names
-
-
-def machine() -> dict[str, Any]:
-    uname = os.uname()
-    model = None
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
-        model = next(
-            (x.partition(":")[2].strip() for x in lines if x.startswith("model name")), None
-        )
-    return {
-        "kernel": uname.release,
-        "architecture": uname.machine,
-        "cpus": len(os.sched_getaffinity(0)),
-        "cpu_model": model,
-        "memory_nbytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "memory_available_nbytes": memory_available(),
-        "python": sys.version.split()[0],
-    }
+# --- Measuring -----------------------------------------------------------------------
 
 
 def choose_size(asked: int, available: int) -> tuple[int, str | None]:
@@ -220,13 +155,10 @@ def choose_size(asked: int, available: int) -> tuple[int, str | None]:
     return max(int(available / NEEDED) >> 20, 1) << 20, why
 
 
-# --- Measuring -----------------------------------------------------------------------
-
-
 def measure(asked: int, quick: bool, progress: terminal.Progress) -> Report:
     start = time.monotonic()
     progress("looking at this machine ...")
-    facts = machine()
+    facts = machine.facts()
     size, why = choose_size(asked, facts["memory_available_nbytes"])
     report: Report = {
         "rdmafork": rdmafork.__version__,
@@ -412,7 +344,7 @@ def reserved_huge_pages(pages: int) -> Iterator[None]:
             try:
                 yield
             finally:
-                if (_number(POOL) or 0) <= pages:  # else somebody has set it meanwhile
+                if (machine.number(POOL) or 0) <= pages:  # else somebody has set it meanwhile
                     os.pwrite(pool.fileno(), b"0", 0)
     finally:
         for number, handler in handlers.items():
@@ -431,9 +363,9 @@ def _lock(fd: int, patience: float) -> None:
 
 
 def _measure_huge(report: Report) -> dict[str, Any]:
-    kib = (_field("/proc/meminfo", "Hugepagesize") or "0").split()[0]
+    kib = (machine.field("/proc/meminfo", "Hugepagesize") or "0").split()[0]
     pool = f"/sys/kernel/mm/hugepages/hugepages-{kib}kB"
-    page, total = int(kib) << 10, _number(f"{pool}/nr_hugepages")
+    page, total = int(kib) << 10, machine.number(f"{pool}/nr_hugepages")
     result: dict[str, Any] = {"page_size": page, "reserved_here": False}
     if not page or total is None:
         return result | {"skipped": "this kernel has no huge pages to reserve"}
@@ -453,9 +385,9 @@ def _measure_huge(report: Report) -> dict[str, Any]:
 
 
 def _fork_with_huge(report: Report, page: int, pool: str) -> dict[str, Any]:
-    total = _number(f"{pool}/nr_hugepages") or 0
-    free = _number(f"{pool}/free_hugepages") or 0
-    if free < total or _number(f"{pool}/resv_hugepages"):
+    total = machine.number(f"{pool}/nr_hugepages") or 0
+    free = machine.number(f"{pool}/free_hugepages") or 0
+    if free < total or machine.number(f"{pool}/resv_hugepages"):
         # Using up what others may need next is not a demo's business.
         return {"skipped": f"some of the {total} there are serve other programs: left alone"}
     if not free:

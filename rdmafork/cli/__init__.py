@@ -16,6 +16,7 @@ from rdmafork import __version__
 # status, imported when it is the one that is wanted.
 COMMANDS = {
     "demo": "see what fork() does to pinned memory, without and with rdmafork",
+    "devices": "list the RDMA devices, and why one cannot be used",
 }
 
 DESCRIPTION = """\

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from rdmafork.cli.demo_promises import MODES, lost_pages
-from rdmafork.cli.terminal import Paint, milliseconds, nanoseconds, ratio, size
+from rdmafork.cli.terminal import WIDTH, Paint, milliseconds, nanoseconds, ratio, size
 
 Report = dict[str, Any]
-WIDTH = 80
 
 
 def render(report: Report, paint: Paint) -> str:

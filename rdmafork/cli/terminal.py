@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 from typing import TextIO
 
 _COLOURS = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
@@ -16,13 +17,13 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 class Paint:
-    """paint("text", "red"): the text, coloured if the stream wants it."""
+    """paint("text", "red"): the text, coloured if the stream wants it, or not with None."""
 
     def __init__(self, stream: TextIO) -> None:
         self._on = wants_colour(stream)
 
-    def __call__(self, text: str, colour: str) -> str:
-        return f"\033[{_COLOURS[colour]}m{text}\033[0m" if self._on else text
+    def __call__(self, text: str, colour: str | None) -> str:
+        return f"\033[{_COLOURS[colour]}m{text}\033[0m" if self._on and colour else text
 
 
 class Progress:
@@ -34,6 +35,26 @@ class Progress:
     def __call__(self, text: str = "") -> None:
         if self._on:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+WIDTH = 80
+
+
+def wrap(text: str, indent: str = "", first: str | None = None) -> list[str]:
+    """Lines of the width, the first behind first; paths and commands whole, to be copied."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def printable(text: str) -> str:
+    """Names that are no UTF-8 with their bytes as \\xff."""
+    return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

@@ -17,6 +17,7 @@ from rdmafork import __version__
 COMMANDS = {
     "demo": "see what fork() does to pinned memory, without and with rdmafork",
     "devices": "list the RDMA devices, and why one cannot be used",
+    "doctor": "find out what stands in the way of RDMA and fork() here",
 }
 
 DESCRIPTION = """\

@@ -29,15 +29,19 @@ def memory_available() -> int:
     """Bytes that can be used now: the machine's, or what a control group leaves."""
     kib = (field("/proc/meminfo", "MemAvailable") or "0 kB").split()[0]
     available = int(kib) << 10 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    for group, limit_name, used_name in control_groups():
+    return min([available, *(limit - used for limit, used in memory_limits())])
+
+
+def memory_limits() -> Iterator[tuple[int, int]]:
+    """(limit, of it in use and not to be had back) of every control group that has a limit."""
+    for group, limit_name, used_name in _control_groups():
         limit, used = number(f"{group}/{limit_name}"), number(f"{group}/{used_name}")
-        if limit is not None and used is not None:
+        if limit is not None and used is not None and limit < 1 << 60:
             cache = int(field(f"{group}/memory.stat", "inactive_file") or 0)
-            available = min(available, max(limit - used + cache, 0))
-    return available
+            yield limit, min(max(used - cache, 0), limit)
 
 
-def control_groups() -> Iterator[tuple[str, str, str]]:
+def _control_groups() -> Iterator[tuple[str, str, str]]:
     """Those whose limits count for this process: (directory, its limit, its usage)."""
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as lines:
         for line in lines:

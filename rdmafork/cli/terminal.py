@@ -78,6 +78,11 @@ def parse_size(text: str) -> int:
     return nbytes
 
 
+def counted(count: int, noun: str) -> str:
+    """ "no mappings", "1 mapping", "1,234 mappings"."""
+    return f"{f'{count:,}' if count else 'no'} {noun}{'' if count == 1 else 's'}"
+
+
 def milliseconds(ns: float) -> str:
     ms = ns / 1e6
     return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.2f} ms"

@@ -1,0 +1,81 @@
+"""Doctor's rows about the kernel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import rdmafork
+from rdmafork import _pins
+from rdmafork.cli import doctor_probe
+from rdmafork.cli.doctor_rows import Row, ok, problem, skipped, warning
+
+
+def kernel() -> Iterator[Row]:
+    yield copying()
+    yield engine()
+    yield proc()
+    yield page_sizes()
+    yield pins()
+
+
+def copying() -> Row:
+    info = rdmafork.kernel_info()
+    known = {"netlink": "it says so over RDMA netlink", "version": "known from its version"}
+    how = f"Linux {info.release}, {known[info.copy_on_fork_from]}"
+    what = "pinned pages at fork()"
+    if info.copy_on_fork_trusted:
+        return ok(what, f"the kernel copies them, safe and slow ({how})")
+    cure = "call rdmafork.fork_init() first, or start programs with rdmafork exec"
+    if info.copy_on_fork:
+        text = f"the kernel copies them, but before 5.19 loses one that moves meanwhile ({how})"
+        return warning(what, text, cure)
+    text = f"the kernel does not copy them, so a program that forks can lose data ({how})"
+    return warning(what, text, cure)
+
+
+def engine() -> Row:
+    """Not here: it would stay."""
+    what = "rdmafork"
+    try:
+        found = doctor_probe.ask("engine")
+    except OSError as error:
+        return problem(what, f"it cannot start: {error.strerror}")
+    if not found["absent"]:
+        text = f"mode {found['mode']}; a registered page is left to the kernel's copying"
+        return problem(what, f"{text} ({found['protected_by']}), so fork() is slow")
+    return ok(what, f"mode {found['mode']}; a page registered for a try was absent from a child")
+
+
+def proc() -> Row:
+    what = "/proc"
+    for name in ("maps", "smaps"):
+        try:
+            with open(f"/proc/self/{name}", "rb") as file:
+                file.read(1)
+        except OSError as error:
+            return problem(
+                what,
+                f"/proc/self/{name} cannot be read ({error.strerror}): new registrations are "
+                f"left to the kernel's copying at fork()",
+                "mount -t proc proc /proc; in a container, do not mask it",
+            )
+    return ok(what, "what is mapped can be read")
+
+
+def page_sizes() -> Row:
+    what = "PROCMAP_QUERY"
+    if not os.path.exists("/proc/self"):
+        return skipped(what, "unknown without /proc")
+    if rdmafork.kernel_info().procmap_query:
+        return ok(what, "there: the kernel says in 0.5 us what is mapped at an address")
+    return ok(what, "not there (Linux 6.11 has it): /proc/self/smaps is read where it matters")
+
+
+def pins() -> Row:
+    what = "io_uring"
+    reason = _pins.available()
+    if reason is None:
+        return ok(what, "pages can be pinned without a device: the demo and benchmarks work")
+    text = f"{reason}: the demo and benchmarks cannot pin pages; RDMA is not affected"
+    return warning(what, text)

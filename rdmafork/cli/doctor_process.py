@@ -1,0 +1,191 @@
+"""Doctor's rows about another process: what is pinned and marked there, what a fork() costs it.
+
+A page of a process is, for fork(),
+
+    marked            VmFlags dc or wf: no child gets it, nothing is copied
+    shared            never copied
+    private, pinned   copied for the child, which is what makes fork() slow
+    private, other    shared until somebody writes
+
+and /proc says how much is pinned (VmPin), but not which pages: what fork() copies lies between
+bounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rdmafork.cli import machine
+from rdmafork.cli.doctor_rows import Row, ok, problem, skipped, warning
+from rdmafork.cli.terminal import counted, printable, size
+
+MUCH = 64 << 20  # bytes copied at a fork() that are worth a warning: some 20 ms
+
+
+class Mapping(NamedTuple):
+    nbytes: int
+    resident: int
+    shared: bool
+    flags: frozenset[str]
+    path: str
+
+    @property
+    def marked(self) -> bool:
+        """By a program: the kernel marks some of its own, the rings of io_uring for one."""
+        own = self.flags & {"io", "pf"} or self.path.startswith("anon_inode:")
+        return not own and bool(self.flags & {"dc", "wf"})
+
+    @property
+    def is_engine(self) -> bool:
+        return os.path.basename(self.path).startswith("librdmafork")
+
+
+class Process:
+    """Process pid of /proc. OSError: there is none, or this one may not look."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.directory = f"/proc/{pid}"
+        if pid <= 0 or not os.path.isdir(self.directory):
+            if not os.path.exists("/proc/self"):
+                raise OSError(errno.ENOENT, "/proc is not mounted: mount -t proc proc /proc")
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+        with open(f"{self.directory}/comm", errors="replace") as file:
+            self.name = file.read().strip()
+
+    def rows(self) -> Iterator[Row]:
+        try:
+            mappings = list(_mappings(f"{self.directory}/smaps"))
+        except PermissionError:
+            cure = f"sudo rdmafork doctor --pid {self.pid}"
+            yield skipped("memory", "another user's: this one may not look", cure)
+            return
+        except ProcessLookupError:
+            yield skipped("memory", "the process has ended")
+            return
+        pinned = self._status("VmPin")
+        yield _marked(mappings)
+        yield _pinned(pinned, self._limit("Max locked memory"))
+        yield _cost(pinned, mappings)
+        yield _count(len(mappings), sum(mapping.marked for mapping in mappings))
+        yield _libraries(mappings)
+        yield self._devices()
+
+    def _status(self, name: str) -> int:
+        """Bytes; a kernel thread has none."""
+        kib = machine.field(f"{self.directory}/status", name)
+        return int(kib.split()[0]) << 10 if kib else 0
+
+    def _limit(self, name: str) -> str:
+        with contextlib.suppress(OSError), open(f"{self.directory}/limits") as file:
+            found = re.search(rf"^{name} +(\S+) +(\S+)", file.read(), re.MULTILINE)
+            if found:
+                soft, hard = ((int(n) if n.isdecimal() else None) for n in found.groups())
+                names = ["unlimited" if n is None else size(n) for n in (soft, hard)]
+                return f"{names[0]} soft, {names[1]} hard"
+        return "unknown"
+
+    def _devices(self) -> Row:
+        what = "devices"
+        try:
+            fds = os.listdir(f"{self.directory}/fd")
+        except OSError as error:
+            return skipped(what, f"its descriptors cannot be read: {error.strerror}")
+        found = set()
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(f"{self.directory}/fd/{fd}"))
+        names = sorted(os.path.basename(p) for p in found if p.startswith("/dev/infiniband/"))
+        return ok(what, f"{', '.join(names)} open" if names else "none is open")
+
+
+_HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ *(.*)")
+
+
+def _mappings(path: str) -> Iterator[Mapping]:
+    with open(path, errors="surrogateescape") as smaps:
+        nbytes, resident, shared, name = 0, 0, False, ""
+        for line in smaps:
+            if head := _HEAD.match(line):
+                nbytes = int(head[2], 16) - int(head[1], 16)
+                resident, shared, name = 0, head[3].endswith("s"), head[4]
+            # Huge pages have fields of their own and no Rss.
+            elif line.startswith(("Rss:", "Shared_Hugetlb:", "Private_Hugetlb:")):
+                resident += int(line.split()[1]) << 10
+            elif line.startswith("VmFlags:"):
+                yield Mapping(nbytes, resident, shared, frozenset(line.split()[1:]), name)
+
+
+def _marked(mappings: list[Mapping]) -> Row:
+    what = "marked pages"
+    absent = [mapping for mapping in mappings if mapping.marked and "dc" in mapping.flags]
+    wiped = [mapping for mapping in mappings if mapping.marked and "dc" not in mapping.flags]
+    parts = [
+        f"{size(sum(m.nbytes for m in group))} {does}, in {counted(len(group), 'mapping')}"
+        for group, does in ((absent, "no child gets (dc)"), (wiped, "a child reads as zeros (wf)"))
+        if group
+    ]
+    shared = sum(m.nbytes for m in absent if m.shared)
+    text = ", ".join(parts) or "none"
+    if shared:
+        text += f"; {size(shared)} of that are shared memory, which fork() never moves"
+        cure = "libibverbs' own fork support marks it; rdmafork exec does not"
+        return warning(what, text, cure)
+    return ok(what, text)
+
+
+def _pinned(pinned: int, limit: str) -> Row:
+    return ok("pinned pages", f"{size(pinned)} (VmPin); locked memory may be {limit}")
+
+
+def _cost(pinned: int, mappings: list[Mapping]) -> Row:
+    """What of the pinned pages is neither marked nor shared."""
+    what = "a fork() now"
+    marked = sum(m.resident for m in mappings if m.marked)
+    shared = sum(m.resident for m in mappings if m.shared and not m.marked)
+    private = sum(m.resident for m in mappings if not m.shared and not m.marked)
+    most = min(pinned, private)
+    least = min(max(pinned - marked - shared, 0), most)
+    if not pinned:
+        return ok(what, "copies no page, as none is pinned")
+    if not least:
+        often = f", at most {size(most)}" if marked < pinned and most else ""
+        return ok(what, f"copies little{often}: what is pinned is marked or shared")
+    bounds = sorted({size(least), size(most)}, key=[size(least), size(most)].index)
+    text = (
+        f"copies {' to '.join(bounds)} of pinned private pages, 0.3 s a GiB or more, and takes "
+        f"as much memory again"
+    )
+    if any(m.is_engine for m in mappings):
+        return ok(what, f"{text}; less what is registered with rdmafork, which may mark it then")
+    if least < MUCH:
+        return ok(what, text)
+    return warning(what, text, "register it: rdmafork.register(), or rdmafork exec from the start")
+
+
+def _count(count: int, marked: int) -> Row:
+    what = "mappings"
+    limit = machine.number("/proc/sys/vm/max_map_count")
+    text = f"{count:,}, {marked:,} of them marked"
+    if limit is None:
+        return ok(what, f"{text}; vm.max_map_count cannot be read")
+    text += f", of {limit:,} (vm.max_map_count)"
+    cure = "as root: sysctl -w vm.max_map_count=262144; register larger pieces of memory"
+    if count > limit * 9 // 10:
+        return problem(what, f"{text}: soon malloc and registering fail", cure)
+    return warning(what, text, cure) if count > limit // 2 else ok(what, text)
+
+
+def _libraries(mappings: list[Mapping]) -> Row:
+    what = "libraries"
+    engines = sorted({m.path for m in mappings if m.is_engine})
+    found = sorted({m.path for m in mappings if "libibverbs" in os.path.basename(m.path)})
+    names = [printable(path) for path in [*engines, *found]]
+    if found and not engines:
+        return ok(what, f"{', '.join(names)}; rdmafork is not there")
+    return ok(what, ", ".join(names) or "neither libibverbs nor rdmafork is loaded")

@@ -1,0 +1,212 @@
+"""Doctor's rows about libibverbs, the devices, and the variables that steer both."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import rdmafork
+from rdmafork.cli import doctor_probe
+from rdmafork.cli.doctor_rows import Row, ok, problem, warning
+from rdmafork.cli.elf import Elf, NotElf
+from rdmafork.cli.terminal import printable
+
+INSTALL = "install libibverbs1 and ibverbs-providers (Debian, Ubuntu) or libibverbs (Fedora, RHEL)"
+# What a registration calls: whoever answers these is libibverbs' fork support.
+RANGES = {"ibv_dontfork_range", "ibv_dofork_range"}
+
+
+# ---- libibverbs -------------------------------------------------------------------------
+
+
+def libraries() -> Iterator[Row]:
+    try:
+        found = doctor_probe.ask("libibverbs")
+    except OSError as error:
+        # No matter where there is nothing to use it for.
+        tell = problem if _kernel_devices() else warning
+        cure = None if error.errno == errno.ECHILD else INSTALL
+        yield tell("libibverbs", f"it cannot be loaded: {error.strerror}", cure)
+    else:
+        version = f"rdma-core {found['version']}" if found["version"] else "version unknown"
+        yield ok("libibverbs", f"{version}, {found['path']}")
+        yield fork_support(found)
+        yield interception(found["path"])
+    for path in bundled():
+        yield interception(path)
+
+
+def _kernel_devices() -> list[rdmafork.Device]:
+    try:
+        return rdmafork.get_device_list(all=True)
+    except OSError:
+        return []
+
+
+def fork_support(found: dict[str, Any]) -> Row:
+    """What its own ibv_fork_init() does here; found: what doctor_probe saw."""
+    what = "its ibv_fork_init()"
+    trusted = rdmafork.kernel_info().copy_on_fork_trusted
+    if found["error"]:
+        return warning(what, f"fails with {os.strerror(found['error'])}")
+    states = {0: "DISABLED", 1: "ENABLED", 2: "UNNEEDED", None: "nothing, it is too old"}
+    status = f"ibv_is_fork_initialized() then says {states.get(found['after'], found['after'])}"
+    if found["absent"]:
+        text = "marks every registration's whole pages, two system calls each"
+        return ok(what, f"{text}, and a child is without them; {status}")
+    text = f"does nothing, as this kernel copies pinned pages; {status}"
+    if trusted:
+        return ok(what, f"{text}: safe, and every fork() copies all that is pinned")
+    return warning(
+        what,
+        f"{text}. Before Linux 5.19 one that moves meanwhile is lost all the same",
+        "rdmafork.fork_init(), or rdmafork exec",
+    )
+
+
+def interception(path: str) -> Row:
+    """Whether its calls of its own fork support can be answered by another library."""
+    what = f"calls in {os.path.basename(path)}"
+    try:
+        with Elf(path) as library:
+            imports = library.imports()
+    except (OSError, NotElf) as error:
+        return warning(what, f"{path} cannot be read: {error}")
+    if imports >= RANGES:
+        return ok(what, "go by symbol: rdmafork exec answers its fork support")
+    return warning(
+        what,
+        f"are bound inside {path} (-Bsymbolic-functions, as Ubuntu builds it), so preloading "
+        f"alone does not answer its fork support",
+        "rdmafork exec --report says how it reached this library, if it did; in Python, "
+        "register the memory with rdmafork too",
+    )
+
+
+def bundled() -> list[str]:
+    """Copies that wheels have brought along, under names of their own."""
+    found = set()
+    for directory in sys.path:
+        found |= set(glob.glob(f"{glob.escape(directory)}/*.libs/libibverbs*.so*"))
+    return sorted(found)
+
+
+# ---- devices ----------------------------------------------------------------------------
+
+
+def devices() -> Iterator[Row]:
+    try:
+        found = rdmafork.get_device_list(all=True)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        yield warning(
+            "RDMA",
+            f"{error.strerror}",
+            "modprobe ib_uverbs and the driver of the device; without hardware modprobe rdma_rxe",
+        )
+        return
+    if not found:
+        yield warning(
+            "RDMA",
+            "the kernel has it, and knows of no device",
+            "modprobe the driver of the device; without hardware: rdma link add rxe0 type rxe "
+            "netdev eth0; in a container: --device=/dev/infiniband and the host's namespace",
+        )
+    for device in found:
+        yield device_row(device)
+
+
+def device_row(device: rdmafork.Device) -> Row:
+    what = printable(device.name)
+    if device.problem is not None:
+        return problem(what, f"cannot be used: {device.problem}")
+    try:
+        states = [(port.number, port.state.name) for port in device.ports]
+    except OSError as error:
+        return warning(what, f"usable, but its ports cannot be read: {error.strerror}")
+    text = ", ".join(f"port {number} {state}" for number, state in states) or "no ports"
+    if any(state == "ACTIVE" for _, state in states):
+        return ok(what, f"usable, {text}")
+    cure = "check the cable, ip link set NETDEV up, or on InfiniBand the subnet manager"
+    return warning(what, f"usable, but {text}", cure)
+
+
+# ---- variables --------------------------------------------------------------------------
+
+
+def variables() -> Iterator[Row]:
+    rows = [row for check in (fork_safe, huge_pages_safe, engine, preload) for row in check()]
+    yield from rows or [ok("variables", "none is set that RDMA and fork() depend on")]
+
+
+def fork_safe() -> Iterator[Row]:
+    for name in ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE"):
+        value = os.environ.get(name)
+        if value is None:
+            continue
+        what = f"{name}={value}"
+        if value == "0":
+            yield warning(
+                what,
+                "means yes to libibverbs before rdma-core 40 and to rdmafork, and no to "
+                "libibverbs from 40 on and to librdmacm",
+                f"unset {name} to say no, {name}=1 to say yes",
+            )
+        elif rdmafork.kernel_info().copy_on_fork_trusted:
+            yield warning(
+                what,
+                "not needed on this kernel: libibverbs ignores it from rdma-core 51 on, before "
+                "that it slows registering down, and libfabric's EFA gives up huge pages or aborts",
+                f"unset {name}; rdmafork.fork_init() or rdmafork exec needs no variable",
+            )
+        else:
+            yield ok(what, "asks libibverbs and rdmafork for protection")
+
+
+def huge_pages_safe() -> Iterator[Row]:
+    name = "RDMAV_HUGEPAGES_SAFE"
+    value = os.environ.get(name)
+    if value is not None:
+        yield warning(
+            f"{name}={value}",
+            "libibverbs reads all of /proc/self/smaps at every registration, 0.2 ms and more; "
+            "any value means yes to it, 0 and none too",
+            f"unset {name}: rdmafork respects huge pages always, at no such cost",
+        )
+
+
+def engine() -> Iterator[Row]:
+    allowed = {"RDMAFORK_MODE": ("", "auto", "lazy", "eager"), "RDMAFORK_EDGES": ("", "whole")}
+    for name, values in allowed.items():
+        value = os.environ.get(name)
+        if value is None:
+            continue
+        if value in values:
+            yield ok(f"{name}={value}", "set")
+        else:
+            yield problem(
+                f"{name}={value}",
+                "means nothing: fork_init() fails with EINVAL",
+                f"{name}={' or '.join(filter(None, values))}, or unset it",
+            )
+
+
+def preload() -> Iterator[Row]:
+    value = os.environ.get("LD_PRELOAD", "")
+    for path in value.replace(":", " ").split():
+        if os.path.basename(path) != "librdmafork.so":
+            continue
+        if os.path.realpath(path) == os.path.realpath(rdmafork.get_library()):
+            yield ok("LD_PRELOAD", "has librdmafork.so: programs started from here have it")
+        else:
+            yield problem(
+                "LD_PRELOAD",
+                f"has {path}, and this package's is {rdmafork.get_library()}: one process "
+                f"takes only one",
+                "unset LD_PRELOAD, or start the program with that installation's rdmafork exec",
+            )

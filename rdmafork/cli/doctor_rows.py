@@ -1,0 +1,31 @@
+"""What doctor finds: one row a check."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"
+
+
+class Row(NamedTuple):
+    status: str  #: "ok", "warning", "problem" or "skipped"
+    what: str  #: what was looked at
+    evidence: str  #: what was found
+    cure: str | None = None
+
+
+def ok(what: str, evidence: str) -> Row:
+    return Row(OK, what, evidence)
+
+
+def warning(what: str, evidence: str, cure: str | None = None) -> Row:
+    return Row(WARNING, what, evidence, cure)
+
+
+def problem(what: str, evidence: str, cure: str | None = None) -> Row:
+    return Row(PROBLEM, what, evidence, cure)
+
+
+def skipped(what: str, evidence: str, cure: str | None = None) -> Row:
+    """It could not be looked at."""
+    return Row(SKIPPED, what, evidence, cure)

@@ -1,0 +1,102 @@
+"""The reader of ELF files, against binutils and against files that are broken."""
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rdmafork
+from rdmafork.cli.elf import Elf, Machine, NotElf
+
+FILES = [
+    rdmafork.get_library(),
+    rdmafork._core.__file__,
+    os.path.realpath(sys.executable),
+    shutil.which("sh"),
+]
+
+
+def readelf(*arguments):
+    if not shutil.which("readelf"):
+        pytest.skip("needs readelf")
+    return subprocess.run(["readelf", *arguments], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_it_reads_what_readelf_reads(path):
+    dynamic = readelf("-W", "-d", path)
+    relocations = readelf("-W", "-r", "--use-dynamic", path)
+    programs = readelf("-W", "-l", path)
+    with Elf(path) as elf:
+        assert elf.needed == re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+        names = re.findall(r" R_\w+ +[0-9a-f]+ +([^\s@+]+)", relocations)
+        assert elf.imports() == set(names)
+        interpreter = re.findall(r"interpreter: (.*)\]", programs)
+        assert elf.interpreter == (interpreter[0] if interpreter else None)
+        assert elf.machine.bits == (64 if sys.maxsize > 1 << 32 else 32)
+        assert str(elf.machine).startswith(f"{elf.machine.bits}-bit ")
+
+
+def test_machines_have_names():
+    assert str(Machine(64, "<", 62)) == "64-bit x86-64"
+    assert str(Machine(32, "<", 3)) == "32-bit i386"
+    assert str(Machine(64, ">", 9999)) == "64-bit machine 9999"
+
+
+@pytest.fixture
+def compiled(tmp_path):
+    """compiled(*flags): a program; skipped where that cannot be built."""
+
+    def compile(*flags):
+        (tmp_path / "main.c").write_text("#include <stdlib.h>\nint main(void) { exit(0); }\n")
+        command = ["cc", *flags, "-o", str(tmp_path / "main"), str(tmp_path / "main.c")]
+        if not shutil.which("cc") or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip(f"cannot build with {' '.join(flags)}")
+        return str(tmp_path / "main")
+
+    return compile
+
+
+@pytest.mark.parametrize("flags", [("-static",), ("-static-pie",)])
+def test_a_static_program_has_no_interpreter(compiled, flags):
+    with Elf(compiled(*flags)) as elf:
+        assert elf.interpreter is None and elf.needed == []
+
+
+def test_a_32_bit_program_is_read_too(compiled):
+    with Elf(compiled("-m32")) as elf:
+        assert elf.machine.bits == 32 and "libc.so.6" in elf.needed
+        assert "exit" in elf.imports()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"#!/bin/sh\n" * 20, b"\0" * 100])
+def test_what_is_no_elf_file_is_said_to_be_none(tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(NotElf):
+        Elf(str(tmp_path / "file"))
+
+
+def test_broken_files_are_no_worse_than_not_elf(tmp_path):
+    whole = Path(rdmafork.get_library()).read_bytes()
+    path = tmp_path / "broken"
+    generator = random.Random(seed := random.randrange(1 << 32))
+    print(f"seed {seed}")
+    failed = 0
+    for turn in range(1000):
+        data = bytearray(whole[: generator.randrange(64, len(whole))] if turn % 2 else whole)
+        for _ in range(generator.randrange(8)):
+            # Most often where the headers are.
+            at = generator.randrange(generator.choice((64, 0x200, min(len(data), 0x1000))) & -8)
+            data[at % len(data)] = generator.choice((0, 0x7F, 0xFF, generator.randrange(256)))
+        path.write_bytes(data)
+        try:
+            with Elf(str(path)) as elf:
+                _ = elf.machine, elf.interpreter, elf.needed, elf.imports()
+        except NotElf:
+            failed += 1
+    assert failed

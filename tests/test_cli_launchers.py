@@ -1,0 +1,72 @@
+"""Which rank this is, by the variables that launchers set."""
+
+import os
+
+import pytest
+
+from rdmafork.cli import launchers
+from rdmafork.cli.launchers import Rank, file_name, launched, prefix
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, None),
+        (
+            {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "PMIX_RANK": "3"},
+            Rank("Open MPI", 3, 8),
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, Rank("MPICH", 0, 4)),
+        ({"PMIX_RANK": "7", "PMIX_NAMESPACE": "prterun-n1-123@1"}, Rank("PMIx", 7, None)),
+        (
+            {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_STEP_ID": "0"},
+            Rank("Slurm", 5, 16),
+        ),
+        (
+            {
+                "SLURM_PROCID": "5",
+                "SLURM_NTASKS": "16",
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_STEP_ID": "1",
+            },
+            Rank("Slurm", 5, 8),
+        ),
+        # A batch script has a SLURM_PROCID too, and is no rank.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, None),
+        (
+            {"RANK": "2", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"},
+            Rank("torchrun", 2, 4),
+        ),
+        # torchrun started by srun: many ranks in one task.
+        (
+            {
+                "RANK": "9",
+                "WORLD_SIZE": "16",
+                "TORCHELASTIC_RUN_ID": "job",
+                "SLURM_PROCID": "1",
+                "SLURM_STEP_ID": "0",
+            },
+            Rank("torchrun", 9, 16),
+        ),
+        ({"RANK": "2"}, None),  # anybody's variable
+        ({"OMPI_COMM_WORLD_RANK": "x", "PMI_RANK": "1"}, Rank("MPICH", 1, None)),
+        ({"PMI_RANK": "-1"}, None),
+        ({"PMI_RANK": ""}, None),
+    ],
+)
+def test_the_rank_is_the_launchers(env, expected):
+    assert launched(env) == expected
+
+
+def test_names_have_rank_and_host(monkeypatch):
+    monkeypatch.setattr(launchers, "host", lambda: "node7")
+    rank = Rank("MPICH", 3, 8)
+    assert prefix(rank) == "3@node7: " and prefix(None) == ""
+    assert file_name("out.d/r.json", rank) == "out.d/r.rank3.node7.json"
+    assert file_name("report", rank) == "report.rank3.node7"
+    assert file_name("/a.b/report", rank) == "/a.b/report.rank3.node7"
+    assert file_name("r.json", None) == "r.json"
+
+
+def test_the_host_has_no_domain(monkeypatch):
+    assert launchers.host() == os.uname().nodename.partition(".")[0]

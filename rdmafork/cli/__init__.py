@@ -13,24 +13,26 @@ from typing import NoReturn
 from rdmafork import __version__
 
 # Each is a module here with DESCRIPTION, EPILOG, add_arguments(parser) and run(args) -> exit
-# status, imported when it is the one that is wanted.
+# status, imported when it is the one that is wanted. USAGE_STATUS: after wrong arguments.
 COMMANDS = {
     "demo": "see what fork() does to pinned memory, without and with rdmafork",
     "devices": "list the RDMA devices, and why one cannot be used",
     "doctor": "find out what stands in the way of RDMA and fork() here",
+    "exec": "run any program with fork() safe and cheap",
 }
 
 DESCRIPTION = """\
-rdmafork keeps fork() safe and cheap in programs that registered memory with RDMA
-hardware: the pages a device reads and writes stay the parent's, and the kernel
-does not copy them for the child. Nothing here needs RDMA hardware to be tried.
+rdmafork keeps fork() safe and cheap in programs that registered memory with
+RDMA hardware: the pages a device reads and writes stay the parent's, and the
+kernel does not copy them for the child. Nothing here needs RDMA hardware to be
+tried.
 
 In a program:
 
     import rdmafork
     rdmafork.fork_init()                        # once, before anything is registered
     with rdmafork.register(buffer):             # costs no system call
-        subprocess.run(...)                     # any fork(): the buffer stays where it is
+        subprocess.run(...)                     # any fork(): the buffer stays
 """
 
 EPILOG = """\
@@ -71,6 +73,8 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        status = getattr(command, "USAGE_STATUS", _Parser.usage_status)
+        parser.usage_status = subparser.usage_status = status
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser

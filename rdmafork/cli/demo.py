@@ -23,12 +23,14 @@ from rdmafork.cli import demo_screen, machine, terminal
 from rdmafork.cli.demo_promises import FORK_LIMIT, MODES, promises
 
 DESCRIPTION = """\
-Shows in one screen, on this machine and without RDMA hardware, what rdmafork does.
+Shows in one screen, on this machine and without RDMA hardware, what rdmafork
+does.
 
-It registers private memory and pins it through io_uring, which pins pages as an RDMA
-memory region does. Then it forks, without rdmafork and in both of its modes, and
-measures how long fork() takes, what memory the child costs, what a registration
-costs, and whether a device still reads and writes the parent's pages afterwards.
+It registers private memory and pins it through io_uring, which pins pages as an
+RDMA memory region does. Then it forks, without rdmafork and in both of its
+modes, and measures how long fork() takes, what memory the child costs, what a
+registration costs, and whether a device still reads and writes the parent's
+pages afterwards.
 """
 
 EPILOG = """\

@@ -12,9 +12,10 @@ import rdmafork
 from rdmafork.cli import terminal
 
 DESCRIPTION = """\
-Lists the RDMA devices that the kernel knows, a line a port, with those that this
-process cannot use: each says why not, and what to do about it. It asks the kernel
-itself and opens no device; -v and --json open those that can be used, for the MTUs.
+Lists the RDMA devices that the kernel knows, a line a port, with those that
+this process cannot use: each says why not, and what to do about it. It asks the
+kernel itself and opens no device; -v and --json open those that can be used, for
+the MTUs.
 """
 
 EPILOG = """\
@@ -23,8 +24,8 @@ examples:
   rdmafork devices -v              with GUIDs, LIDs, MTUs and the GID tables
   rdmafork devices --json | jq -r '.devices[] | select(.problem == null) .name'
 
-Exit status: 0 at least one device can be used, 1 none can, 2 the kernel has no RDMA
-or cannot be asked.
+Exit status: 0 at least one device can be used, 1 none can, 2 the kernel has no
+RDMA or cannot be asked.
 """
 
 Facts = dict[str, Any]

@@ -21,12 +21,12 @@ from rdmafork.cli import (
 from rdmafork.cli.doctor_rows import OK, PROBLEM, SKIPPED, WARNING, Row, skipped
 
 DESCRIPTION = """\
-Looks at everything that RDMA and fork() depend on, on this machine and in this process,
-and says of each thing what was found, and where it is not well what to do. It changes
-nothing. What has to be tried is tried in processes of its own.
+Looks at everything that RDMA and fork() depend on, on this machine and in this
+process, and says of each thing what was found, and where it is not well what to
+do. It changes nothing. What has to be tried is tried in processes of its own.
 
-With --pid it looks at another process: what of its memory is pinned, what of that a
-child will not get, and what a fork() would cost it.
+With --pid it looks at another process: what of its memory is pinned, what of
+that a child will not get, and what a fork() would cost it.
 """
 
 EPILOG = """\
@@ -36,8 +36,8 @@ examples:
   rdmafork doctor --pid $(pgrep -n app)    why is its fork() slow?
   rdmafork doctor --strict --json          in a script
 
-Exit status: 0 no problem, 1 a problem, or with --strict a warning, 2 wrong usage or no
-such process.
+Exit status: 0 no problem, 1 a problem, or with --strict a warning, 2 wrong usage
+or no such process.
 """
 
 Section = tuple[str, Callable[[], Iterable[Row]]]

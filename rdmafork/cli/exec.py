@@ -1,0 +1,187 @@
+"""rdmafork exec: any program under the engine.
+
+It sets variables and limits and becomes the program: the process, its signals, its standard
+streams and its exit status are the program's own.
+
+    LD_PRELOAD        librdmafork.so, before what is there
+    RDMAFORK_EXEC     1: the engine starts by itself, and answers for libibverbs
+    RDMAFORK_MODE, RDMAFORK_REPORT, RDMAFORK_TRACE_FORKS, RDMAFORK_KEEP_DEVICES   the options
+    RDMAFORK_RANK     the launcher's rank
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import signal
+import sys
+
+import rdmafork
+from rdmafork.cli import launchers, terminal
+from rdmafork.cli.programs import (
+    CANNOT_RUN,
+    FAILED,
+    NOT_FOUND,
+    Refused,
+    check,
+    must_be_first,
+    split,
+)
+
+DESCRIPTION = """\
+Runs a program, in Python or not, so that fork() is safe and cheap with the
+memory that it, or a library it uses (pyverbs, UCX, NCCL, ...), registers with
+RDMA hardware. The program is not changed and need not know: librdmafork.so is
+preloaded and answers for libibverbs' own fork support. Programs that it starts
+inherit that.
+
+In a forked child nothing reaches the parent's devices: the descriptors of RDMA
+devices are /dev/null there. The soft limit of locked memory becomes the hard one.
+"""
+
+EPILOG = """\
+examples:
+  rdmafork exec -- python train.py --workers 8
+  rdmafork exec --report - -- ib_write_bw      what it did, at the end, on stderr
+  rdmafork exec --report r.json --trace-forks -- app      and who forked
+  mpirun -n 64 rdmafork exec --report r.json -- app
+                                    a file a rank, r.rank3.node7.json, and
+                                    `rdmafork report r.*.json` for all of them
+  sudo rdmafork exec -- app         and not: rdmafork exec sudo app
+
+It refuses what no library can be preloaded into: static programs, set-uid and
+set-gid ones, those with file capabilities, those for another machine or C
+library. It looks through #! lines and env. Programs of AddressSanitizer need its
+runtime in LD_PRELOAD, where it stays the first.
+
+Exit status: the program's own; 125 wrong usage, or rdmafork cannot do as asked;
+126 the program cannot be run so; 127 there is no such program.
+"""
+
+USAGE_STATUS = FAILED
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "rdmafork exec [OPTION ...] [--] PROGRAM [ARGUMENT ...]"
+    parser.add_argument(
+        "--mode",
+        choices=("auto", "lazy", "eager"),
+        help="when pages are marked: at the fork() that needs it, or when registered",
+    )
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        help="at its exit every process appends a line of JSON; - is stderr",
+    )
+    parser.add_argument("--trace-forks", action="store_true", help="report who forked")
+    parser.add_argument(
+        "--keep-devices", action="store_true", help="children keep RDMA devices open"
+    )
+    parser.add_argument(
+        "command",
+        metavar="PROGRAM",
+        nargs=argparse.REMAINDER,
+        help="what to run, and its arguments, which are left as they are",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    rank = launchers.launched()
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    try:
+        if not command:
+            raise Refused(FAILED, "no program to run; rdmafork exec --help has examples")
+        environ = _environment(args, rank)
+        path = check(command, environ)
+    except Refused as refused:
+        return _fail(rank, str(refused), refused.status)
+    with contextlib.suppress(OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec keeps that
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execve(path, command, environ)
+    except OSError as error:
+        status = NOT_FOUND if isinstance(error, FileNotFoundError) else CANNOT_RUN
+        return _fail(rank, f"{path}: {error.strerror}", status)
+
+
+def _fail(rank: launchers.Rank | None, text: str, status: int) -> int:
+    for line in terminal.wrap(f"rdmafork exec: {terminal.printable(text)}"):
+        print(f"{launchers.prefix(rank)}{line}", file=sys.stderr)
+    return status
+
+
+def _environment(args: argparse.Namespace, rank: launchers.Rank | None) -> dict[str, str]:
+    environ = _inherited()
+    environ["LD_PRELOAD"] = _preload(environ.get("LD_PRELOAD", ""))
+    environ["RDMAFORK_EXEC"] = "1"
+    if args.mode:
+        environ["RDMAFORK_MODE"] = _mode(args.mode)
+    if args.report:
+        environ["RDMAFORK_REPORT"] = _report(args.report, rank)
+    if args.trace_forks:
+        environ["RDMAFORK_TRACE_FORKS"] = "1"
+    if args.keep_devices:
+        environ["RDMAFORK_KEEP_DEVICES"] = "1"
+    if rank:
+        environ["RDMAFORK_RANK"] = str(rank.rank)
+    if not rdmafork.kernel_info().copy_on_fork_trusted:
+        # A libibverbs that cannot be intercepted then protects by itself. Not where copying is
+        # trusted: there libfabric's EFA would abort for nothing.
+        environ.setdefault("RDMAV_FORK_SAFE", "1")
+        environ.setdefault("RDMAV_HUGEPAGES_SAFE", "1")
+    return environ
+
+
+def _inherited() -> dict[str, str]:
+    """This process's environment, without what Python added to it for itself."""
+    environ = dict(os.environ)
+    with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
+        given = dict(v.partition(b"=")[::2] for v in file.read().split(b"\0"))
+        environ.pop("LC_CTYPE", None)  # which it sets in the C locale (PEP 538)
+        if b"LC_CTYPE" in given:
+            environ["LC_CTYPE"] = os.fsdecode(given[b"LC_CTYPE"])
+    return environ
+
+
+def _preload(there: str) -> str:
+    library = rdmafork.get_library()
+    if set(library) & set(": "):
+        text = f"{library} has a space or a colon in its path, and LD_PRELOAD takes neither"
+        raise Refused(FAILED, f"{text}: install rdmafork elsewhere")
+    others = []
+    for path in split(there):
+        if os.path.basename(path) != os.path.basename(library):
+            others.append(path)
+        elif os.path.realpath(path) != os.path.realpath(library):
+            text = f"LD_PRELOAD has {path} already, and a process takes only one"
+            raise Refused(FAILED, f"{text}: unset it, or use that one's rdmafork exec")
+    first = [path for path in others if must_be_first(path)]
+    return ":".join([*first, library, *(path for path in others if path not in first)])
+
+
+def _mode(mode: str) -> str:
+    info = rdmafork.kernel_info()
+    if mode == "lazy" and not info.copy_on_fork:
+        text = f"mode lazy relies on a kernel that copies pinned pages, and {info.release} does not"
+        raise Refused(FAILED, f"{text}: use --mode eager")
+    return mode
+
+
+def _report(path: str, rank: launchers.Rank | None) -> str:
+    """Where the reports go, wherever the program goes; told now if they cannot."""
+    if path == "-":
+        return path
+    path = os.path.abspath(path)
+    if not path.startswith("/dev/"):
+        path = launchers.file_name(path, rank)
+    directory = os.path.dirname(path)
+    if os.path.isdir(path) or not os.path.isdir(directory):
+        raise Refused(FAILED, f"no report can be written to {path}: there is no such file")
+    if not os.access(path if os.path.exists(path) else directory, os.W_OK):
+        raise Refused(FAILED, f"no report can be written to {path}: no permission")
+    return path

@@ -19,6 +19,7 @@ COMMANDS = {
     "devices": "list the RDMA devices, and why one cannot be used",
     "doctor": "find out what stands in the way of RDMA and fork() here",
     "exec": "run any program with fork() safe and cheap",
+    "report": "merge what programs under exec reported into one table",
 }
 
 DESCRIPTION = """\

@@ -80,7 +80,8 @@ def parse_size(text: str) -> int:
 
 def counted(count: int, noun: str) -> str:
     """ "no mappings", "1 mapping", "1,234 mappings"."""
-    return f"{f'{count:,}' if count else 'no'} {noun}{'' if count == 1 else 's'}"
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{f'{count:,}' if count else 'no'} {noun}{'' if count == 1 else plural}"
 
 
 def milliseconds(ns: float) -> str:

@@ -1,0 +1,184 @@
+"""rdmafork report: the lines that `rdmafork exec --report` left, as one table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from rdmafork.cli import report_lines, terminal
+from rdmafork.cli.report_lines import Broken, Process
+
+DESCRIPTION = """\
+Merges the reports of many processes, of many ranks on many machines, into one
+table: what needs a look first, then what is far from the rest, then all others.
+"""
+
+EPILOG = """\
+examples:
+  rdmafork report r.json
+  rdmafork report r.rank*.json --all          all processes, not the first 20
+  rdmafork report r.rank*.json --json | jq .totals
+  rdmafork report - < log                     lines of a log that are no report are told
+
+columns:
+  regs       registrations made
+  forks      calls of fork() through libc
+  in fork()  the longest time its handlers took
+  absent     bytes that were kept from children, and so not copied
+  left       bytes left to the kernel's copying: slow, and safe only where that
+             can be trusted; `rdmafork doctor` tells
+
+Exit status: 0 all is well, 1 a process met an error, a library could not be
+served or a line was broken, 2 there is no report to be read.
+"""
+
+SHOWN = 20
+_COLUMNS = (
+    ("rank", ">"), ("host", "<"), ("pid", ">"), ("program", "<"), ("regs", ">"), ("forks", ">"),
+    ("in fork()", ">"), ("absent", ">"), ("left", ">"),
+)  # fmt: skip
+_NAME = 10  # columns at most for a host, a program
+
+
+class Totals(NamedTuple):
+    """Over all processes."""
+
+    processes: int
+    hosts: int
+    registrations: int
+    forks: int
+    handler_ns: int
+    absent_bytes: int
+    left_bytes: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", metavar="FILE", nargs="+", help="reports; - is stdin")
+    parser.add_argument("--all", action="store_true", help=f"more than {SHOWN} processes")
+    parser.add_argument("--json", action="store_true", help="everything as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    processes: list[Process] = []
+    broken: list[Broken] = []
+    for name in args.files:
+        try:
+            for found in report_lines.read(name):
+                broken.append(found) if isinstance(found, Broken) else processes.append(found)
+        except OSError as error:
+            broken.append(Broken(name, None, error.strerror or str(error)))
+    processes = report_lines.outliers_first(processes)
+    if args.json:
+        print(json.dumps(_document(processes, broken), indent=2))
+    else:
+        _tell(broken)
+        paint = terminal.Paint(sys.stdout)
+        shown = processes if args.all else processes[:SHOWN]
+        if not processes and not broken:
+            print("rdmafork report: empty: no process has reported yet", file=sys.stderr)
+        elif processes:
+            print("\n".join(_screen(processes, shown, paint)))
+    if not processes:
+        return 2
+    return 1 if broken or any(process.troubles for process in processes) else 0
+
+
+def _document(processes: list[Process], broken: list[Broken]) -> dict[str, Any]:
+    return {
+        "totals": _totals(processes)._asdict(),
+        "processes": [{**p.line, "troubles": p.troubles} for p in processes],
+        "fork_callers": dict(report_lines.fork_callers(processes)),
+        "broken": [found._asdict() for found in broken],
+    }
+
+
+def _totals(processes: list[Process]) -> Totals:
+    sums = (sum(getattr(process, name) for process in processes) for name in Totals._fields[2:])
+    return Totals(len(processes), len({process.host for process in processes}), *sums)
+
+
+def _tell(broken: list[Broken]) -> None:
+    """On stderr, the first few of each file."""
+    told: dict[str, int] = {}
+    for file, line, why in broken:
+        told[file] = told.get(file, 0) + 1
+        if told[file] <= 3:
+            where = f"{file}:{line}" if line else file
+            print(f"rdmafork report: {terminal.printable(where)}: {why}", file=sys.stderr)
+    for file, count in told.items():
+        if count > 3:
+            print(f"rdmafork report: {file}: {count - 3:,} more lines like it", file=sys.stderr)
+
+
+def _screen(processes: list[Process], shown: list[Process], paint: terminal.Paint) -> Iterator[str]:
+    rows = [_cells(process) for process in shown]
+    names = [name for name, _ in _COLUMNS]
+    widths = [max(len(row[i]) for row in [names, *rows]) for i in range(len(_COLUMNS))]
+    yield paint(_line(names, widths), "bold")
+    far = {id(process) for process, _ in report_lines.far_from_the_rest(processes)}
+    for process, row in zip(shown, rows, strict=True):
+        colour = "red" if process.troubles else "yellow" if id(process) in far else None
+        yield paint(_line(row, widths), colour)
+    if len(shown) < len(processes):
+        yield f"... and {len(processes) - len(shown):,} more; --all shows them"
+    yield ""
+    yield from terminal.wrap(_sentence(_totals(processes)))
+    yield from _callers(processes, paint)
+    yield from _looks(processes, paint)
+
+
+def _cells(process: Process) -> list[str]:
+    return [
+        "-" if process.rank is None else str(process.rank),
+        process.host[:_NAME],
+        str(process.pid),
+        terminal.printable(process.program)[:_NAME],
+        f"{process.registrations:,}",
+        f"{process.forks:,}",
+        terminal.milliseconds(process.handler_max_ns),
+        terminal.size(process.absent_bytes),
+        terminal.size(process.left_bytes),
+    ]
+
+
+def _line(cells: Iterable[str], widths: list[int]) -> str:
+    gap = "  " if sum(widths) + 2 * len(widths) <= terminal.WIDTH else " "
+    sides = (side for _, side in _COLUMNS)
+    return gap.join(f"{c:{s}{w}}" for c, s, w in zip(cells, sides, widths, strict=True)).rstrip()
+
+
+def _sentence(totals: Totals) -> str:
+    each = totals.handler_ns / totals.forks if totals.forks else 0
+    return (
+        f"{terminal.counted(totals.processes, 'process')} on "
+        f"{terminal.counted(totals.hosts, 'host')}: "
+        f"{terminal.counted(totals.registrations, 'registration')}, "
+        f"{terminal.counted(totals.forks, 'fork')} with {terminal.milliseconds(each)} in handlers "
+        f"each; {terminal.size(totals.absent_bytes)} were absent from children instead of copied, "
+        f"{terminal.size(totals.left_bytes)} left to the kernel's copying."
+    )
+
+
+def _callers(processes: list[Process], paint: terminal.Paint) -> Iterator[str]:
+    callers = report_lines.fork_callers(processes)
+    if callers:
+        yield ""
+        yield paint("who forked", "bold")
+    for caller, count in callers:
+        yield f"{count:>9,}  {caller}"
+
+
+def _looks(processes: list[Process], paint: terminal.Paint) -> Iterator[str]:
+    found = report_lines.troubles(processes)
+    if found:
+        yield ""
+        yield paint("to be looked at", "bold")
+    for text, those in found:
+        ranks = [str(process.rank) for process in those if process.rank is not None]
+        who = f"rank {', '.join(ranks[:5])}" if ranks else f"process {those[0].pid}"
+        if len(those) > 5:
+            who += f" and {len(those) - 5:,} more"
+        yield from terminal.wrap(f"{text} ({who})", "  ")

@@ -1,0 +1,180 @@
+"""Reading the lines that the engine writes at the exit of a process, and what stands out in them.
+
+One JSON object a line. Where a number has parts it is an object: {"total": 12, "live": 3}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+FAR = 3  # times the median is far from the rest
+
+
+class Broken(NamedTuple):
+    file: str
+    line: int | None
+    why: str
+
+
+class Process(NamedTuple):
+    """One line: what a process did."""
+
+    host: str
+    pid: int
+    rank: int | None
+    program: str
+    mode: str
+    registrations: int  #: made, ever
+    forks: int
+    handler_ns: int  #: in fork handlers, all together
+    handler_max_ns: int
+    absent_bytes: int  #: pinned, and absent from children instead of copied
+    left_bytes: int  #: left to the kernel's copying
+    unbalanced: int  #: releases of what was not registered
+    callers: tuple[tuple[str, int], ...]  #: who forked, how often
+    troubles: tuple[str, ...]
+    line: dict[str, Any]  #: all of it
+
+
+def read(name: str) -> Iterator[Process | Broken]:
+    """Every line of a file, "-" for stdin. OSError: it cannot be read."""
+    if name == "-":
+        yield from _lines("stdin", sys.stdin.buffer)
+        return
+    with open(name, "rb") as file:
+        yield from _lines(name, file)
+
+
+def _lines(name: str, file: Iterable[bytes]) -> Iterator[Process | Broken]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            yield _process(json.loads(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            yield Broken(name, number, _why(error))
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it has no {error.args[0]!r}"
+    if isinstance(error, ValueError):
+        return "it is no JSON"
+    return "it is no report of a process"
+
+
+def _process(line: dict[str, Any]) -> Process:
+    line["rdmafork"]  # says that it is one
+    callers = tuple((_caller(found), found["count"]) for found in line.get("fork_callers") or ())
+    rank = line.get("rank")
+    return Process(
+        host=str(line["host"]),
+        pid=_number(line["pid"]),
+        rank=None if rank is None else _number(rank),
+        program=os.path.basename(str(line.get("program") or "?")),
+        mode=str(line.get("mode")),
+        registrations=_part(line, "registrations", "total"),
+        forks=_part(line, "forks", "total"),
+        handler_ns=_part(line, "handler_ns", "total"),
+        handler_max_ns=_part(line, "handler_ns", "max"),
+        absent_bytes=_part(line, "absent_bytes", "total"),
+        left_bytes=_part(line, "left_bytes", "total"),
+        unbalanced=_part(line, "unbalanced", "total"),
+        callers=callers,
+        troubles=tuple(_troubles(line)),
+        line=line,
+    )
+
+
+def _caller(found: dict[str, Any]) -> str:
+    """Its object alone where that has been stripped of names."""
+    symbol, where = found["symbol"], os.path.basename(found["object"] or "unknown code")
+    return f"{symbol} in {where}" if symbol else where
+
+
+def _number(value: Any) -> int:
+    """An int; the rank is what the launcher's variable said, a string."""
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError
+    return value
+
+
+def _part(line: dict[str, Any], name: str, part: str) -> int:
+    value = line.get(name, 0)
+    return _number(value.get(part, 0) if isinstance(value, dict) else value)
+
+
+def _troubles(line: dict[str, Any]) -> Iterator[str]:
+    """What somebody should look at."""
+    for error in line.get("errors") or ():
+        yield str(error)
+    for library in line.get("libraries") or ():
+        if library["how"] == "refused":
+            yield f"{library['path']} is not served: {library.get('why') or 'no reason given'}"
+    if _part(line, "unbalanced", "total"):
+        yield "memory was released more often than registered"
+
+
+# ---- what stands out --------------------------------------------------------------------
+
+
+_COMPARED = ("left_bytes", "handler_max_ns", "forks", "registrations")
+
+
+def outliers_first(processes: list[Process]) -> list[Process]:
+    """Those with troubles, those far from the rest, and the others by rank."""
+    far = {id(process): len(found) for process, found in far_from_the_rest(processes)}
+    return sorted(
+        processes,
+        key=lambda process: (
+            -len(process.troubles),
+            -far.get(id(process), 0),
+            process.rank is None,
+            process.rank or 0,
+            process.host,
+            process.pid,
+        ),
+    )
+
+
+def far_from_the_rest(processes: list[Process]) -> Iterator[tuple[Process, list[str]]]:
+    """Each process with a value of more than FAR times the median, and which those are."""
+    medians = {
+        name: statistics.median(getattr(process, name) for process in processes)
+        for name in _COMPARED
+        if processes
+    }
+    for process in processes:
+        found = [
+            name
+            for name, median in medians.items()
+            if getattr(process, name) > FAR * max(median, 1)
+        ]
+        if found:
+            yield process, found
+
+
+def fork_callers(processes: Iterable[Process]) -> list[tuple[str, int]]:
+    """Who forked in all of them, the most often first."""
+    counts: Counter[str] = Counter()
+    for process in processes:
+        for caller, count in process.callers:
+            counts[caller] += count
+    return counts.most_common()
+
+
+def troubles(processes: Iterable[Process]) -> list[tuple[str, list[Process]]]:
+    """Each trouble once, with those that have it, the most common first."""
+    found: dict[str, list[Process]] = {}
+    for process in processes:
+        for text in process.troubles:
+            found.setdefault(text, []).append(process)
+    return sorted(found.items(), key=lambda item: -len(item[1]))

@@ -1,0 +1,197 @@
+"""rdmafork report merges what processes left, broken lines or not."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import environment
+
+from rdmafork.cli import main
+
+LIBRARY = "/usr/lib/x86_64-linux-gnu/libibverbs.so.1.14.44.0"
+
+
+def line(rank=0, /, **changed):
+    """What the engine writes at the exit of a process."""
+    return {
+        "rdmafork": "0.1.0",
+        "pid": 1000 + (rank or 0),
+        "ppid": 1,
+        "host": f"node{(rank or 0) // 4}",
+        "rank": rank,
+        "program": "/usr/bin/python3",
+        "mode": "lazy",
+        "kernel": {"release": "6.12.1", "copy_on_fork": True},
+        "registrations": {"total": 100, "live": 3},
+        "ranges": 3,
+        "forks": 4,
+        "handler_ns": {"total": 1_000_000, "max": 500_000},
+        "absent_bytes": {"total": 4 << 30, "last": 1 << 30},
+        "left_bytes": 0,
+        "unbalanced": 0,
+        "libraries": [{"path": LIBRARY, "how": "ours", "why": None}],
+        "errors": [],
+        "fork_callers": [{"symbol": "os_fork", "object": "/usr/bin/python3.11", "count": 4}],
+    } | changed
+
+
+@pytest.fixture
+def report(tmp_path, capsys):
+    """report(lines, *options): exit status, lines on stdout, on stderr."""
+
+    def run(lines, *options):
+        path = tmp_path / "r.json"
+        text = [entry if isinstance(entry, str) else json.dumps(entry) for entry in lines]
+        path.write_text("".join(f"{entry}\n" for entry in text))
+        status = main(["report", str(path), *options])
+        seen = capsys.readouterr()
+        return status, seen.out.splitlines(), seen.err.splitlines()
+
+    return run
+
+
+def test_one_row_a_process_by_rank(report):
+    status, lines, errors = report([line(rank) for rank in (2, 0, 1)])
+    assert (status, errors) == (0, [])
+    assert lines[0].split() == [
+        "rank", "host", "pid", "program", "regs", "forks", "in", "fork()", "absent", "left",
+    ]  # fmt: skip
+    assert [row.split()[0] for row in lines[1:4]] == ["0", "1", "2"]
+    assert lines[1].split() == [
+        "0", "node0", "1000", "python3", "100", "4", "0.50", "ms", "4", "GiB", "0", "bytes",
+    ]  # fmt: skip
+    text = " ".join(lines)
+    assert "3 processes on 1 host: 300 registrations, 12 forks with 0.25 ms in handlers" in text
+    assert "12 GiB were absent from children instead of copied, 0 bytes left" in text
+    assert "12  os_fork in python3.11" in text
+
+
+def test_outliers_come_first_and_troubles_before_them(report):
+    refused = [{"path": LIBRARY, "how": "refused", "why": "its calls are bound inside"}]
+    lines = [line(rank) for rank in range(8)]
+    lines[3] = line(3, left_bytes=2 << 30)
+    lines[5] = line(5, handler_ns={"total": 9_000_000, "max": 9_000_000}, left_bytes=1 << 30)
+    lines[6] = line(6, libraries=refused, errors=["no engine: out of memory"])
+    lines[7] = line(7, libraries=refused)
+    status, shown, _ = report(lines)
+    assert status == 1
+    assert [row.split()[0] for row in shown[1:9]] == ["6", "7", "5", "3", "0", "1", "2", "4"]
+    text = " ".join(" ".join(shown).split())
+    assert f"{LIBRARY} is not served: its calls are bound inside (rank 6, 7)" in text
+    assert "no engine: out of memory (rank 6)" in text
+
+
+def test_a_release_too_many_is_a_trouble(report):
+    status, lines, _ = report([line(0, unbalanced=2)])
+    assert status == 1 and "released more often than registered" in " ".join(lines)
+
+
+def test_a_process_that_no_launcher_started(report):
+    status, lines, _ = report([line(None, rank=None, pid=77)])
+    assert (status, lines[1].split()[:3]) == (0, ["-", "node0", "77"])
+
+
+def test_ranks_may_be_strings_and_numbers_may_have_no_parts(report):
+    plain = {"registrations": 5, "handler_ns": 10, "absent_bytes": 0}
+    status, lines, _ = report([line(0, rank="12", **plain)])
+    assert (status, lines[1].split()[0], lines[1].split()[4]) == (0, "12", "5")
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ("garbage", "it is no JSON"),
+        ('{"rdmafork": "0.1.0", "ho', "it is no JSON"),
+        ("[1]", "it is no report of a process"),
+        ("7", "it is no report of a process"),
+        ('{"pid": 3}', "it has no 'rdmafork'"),
+        ('{"rdmafork": "0.1.0", "pid": 3}', "it has no 'host'"),
+        ('{"rdmafork": "0.1.0", "host": "a", "pid": "x"}', "it is no report of a process"),
+        ('{"rdmafork": "1", "host": "a", "pid": 1, "libraries": 3}', "it is no report"),
+        ('{"rdmafork": "1", "host": "a", "pid": 1, "fork_callers": [{}]}', "it has no 'symbol'"),
+    ],
+)
+def test_a_broken_line_is_told_and_the_others_are_read(report, broken, why):
+    status, lines, errors = report([line(0), broken, "", line(1)])
+    assert status == 1 and [row.split()[0] for row in lines[1:3]] == ["0", "1"]
+    (error,) = errors
+    assert error.startswith("rdmafork report: ") and f"r.json:2: {why}" in error
+
+
+def test_who_forked_is_added_up_over_all(report):
+    callers = [
+        {"symbol": "os_fork", "object": "/usr/bin/python3.11", "count": 1},
+        {"symbol": None, "object": "/usr/lib/libx.so.1", "count": 5},
+        {"symbol": None, "object": None, "count": 2},
+    ]
+    _, lines, _ = report([line(0), line(1, fork_callers=callers)])
+    assert lines[lines.index("who forked") + 1 :] == [
+        "        5  os_fork in python3.11", "        5  libx.so.1", "        2  unknown code",
+    ]  # fmt: skip
+
+
+def test_a_log_with_reports_in_it_is_not_repeated(report):
+    status, lines, errors = report([line(0), *["epoch 1 loss 0.3"] * 50])
+    assert status == 1 and len(errors) == 4 and "47 more lines like it" in errors[-1]
+    assert lines[1].split()[0] == "0"
+
+
+def test_bytes_that_are_no_text_are_a_broken_line(tmp_path, capsys):
+    (tmp_path / "r.json").write_bytes(b"\xff\xfe\n" + json.dumps(line(0)).encode() + b"\n")
+    assert main(["report", str(tmp_path / "r.json")]) == 1
+    assert "r.json:1: it is no JSON" in capsys.readouterr().err
+
+
+def test_nothing_to_be_read_is_2(tmp_path, report, capsys):
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+    status, lines, errors = report([])
+    assert (status, lines) == (2, []) and "no process has reported yet" in errors[0]
+    assert main(["report"]) == 2
+
+
+def test_several_files_are_one_table(tmp_path, capsys):
+    paths = []
+    for rank in range(3):
+        paths.append(tmp_path / f"r.rank{rank}.node0.json")
+        paths[-1].write_text(json.dumps(line(rank)) + "\n")
+    assert main(["report", *map(str, paths), str(tmp_path / "none")]) == 1
+    assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 4
+
+
+def test_stdin_is_read_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "rdmafork", "report", "-"], input=json.dumps(line(5)), text=True,
+        capture_output=True, env=environment({}),
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.splitlines()[1].split()[0] == "5"
+
+
+def test_a_thousand_ranks_are_twenty_rows_or_all(report):
+    lines = [line(rank) for rank in range(1000)]
+    _, shown, _ = report(lines)
+    assert "... and 980 more; --all shows them" in shown
+    assert len(shown) < 30
+    assert len(report(lines, "--all")[1]) > 1000
+
+
+def test_as_json(report):
+    status, lines, errors = report([line(0), "garbage", line(1, errors=["x"])], "--json")
+    document = json.loads("\n".join(lines))
+    assert (status, errors) == (1, [])
+    assert [process["rank"] for process in document["processes"]] == [1, 0]
+    assert document["processes"][1] == line(0) | {"troubles": []}
+    assert document["totals"]["forks"] == 8 and document["totals"]["processes"] == 2
+    assert document["fork_callers"] == {"os_fork in python3.11": 8}
+    assert [found["line"] for found in document["broken"]] == [2]
+
+
+def test_eighty_columns_with_large_numbers(report):
+    large = line(123456, host="compute-node-0123", pid=4194303, program="/x/" + "train" * 9,
+                 registrations={"total": 1234567}, forks=1234,
+                 absent_bytes={"total": 123 << 30})  # fmt: skip
+    _, lines, _ = report([large])
+    assert max(map(len, lines)) <= 80

@@ -31,13 +31,14 @@ tried.
 In a program:
 
     import rdmafork
-    rdmafork.fork_init()                        # once, before anything is registered
-    with rdmafork.register(buffer):             # costs no system call
-        subprocess.run(...)                     # any fork(): the buffer stays
+    rdmafork.fork_init()                  # once, before anything is registered
+    with rdmafork.register(buffer):       # costs no system call
+        multiprocessing.Pool(8)           # any fork(): the buffer stays
 """
 
 EPILOG = """\
-`rdmafork COMMAND --help` tells about one command, and what its exit status means.
+`rdmafork COMMAND --help` tells about one command, and what its exit status
+means.
 """
 
 

@@ -14,8 +14,8 @@ from rdmafork.cli import terminal
 DESCRIPTION = """\
 Lists the RDMA devices that the kernel knows, a line a port, with those that
 this process cannot use: each says why not, and what to do about it. It asks the
-kernel itself and opens no device; -v and --json open those that can be used, for
-the MTUs.
+kernel itself and opens no device; -v and --json open those that can be used,
+for the MTUs.
 """
 
 EPILOG = """\

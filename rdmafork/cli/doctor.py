@@ -31,13 +31,13 @@ that a child will not get, and what a fork() would cost it.
 
 EPILOG = """\
 examples:
-  rdmafork doctor                          before the first run on a new machine
-  mpirun -n 2 rdmafork doctor              as each rank sees it; lines begin rank@host
-  rdmafork doctor --pid $(pgrep -n app)    why is its fork() slow?
-  rdmafork doctor --strict --json          in a script
+  rdmafork doctor                         before the first run on a new machine
+  mpirun -n 2 rdmafork doctor             as each rank sees it, a prefix a line
+  rdmafork doctor --pid $(pgrep -n app)   why is its fork() slow?
+  rdmafork doctor --strict --json         in a script
 
-Exit status: 0 no problem, 1 a problem, or with --strict a warning, 2 wrong usage
-or no such process.
+Exit status: 0 no problem, 1 a problem, or with --strict a warning, 2 wrong
+usage or no such process.
 """
 
 Section = tuple[str, Callable[[], Iterable[Row]]]

@@ -87,7 +87,9 @@ class Process:
             if found:
                 soft, hard = ((int(n) if n.isdecimal() else None) for n in found.groups())
                 names = ["unlimited" if n is None else size(n) for n in (soft, hard)]
-                return f"{names[0]} soft, {names[1]} hard"
+                return (
+                    "unlimited" if set(names) == {"unlimited"} else " soft, ".join(names) + " hard"
+                )
         return "unknown"
 
     def _devices(self) -> Row:

@@ -38,14 +38,15 @@ preloaded and answers for libibverbs' own fork support. Programs that it starts
 inherit that.
 
 In a forked child nothing reaches the parent's devices: the descriptors of RDMA
-devices are /dev/null there. The soft limit of locked memory becomes the hard one.
+devices are /dev/null there. The soft limit of locked memory becomes the hard
+one.
 """
 
 EPILOG = """\
 examples:
   rdmafork exec -- python train.py --workers 8
-  rdmafork exec --report - -- ib_write_bw      what it did, at the end, on stderr
-  rdmafork exec --report r.json --trace-forks -- app      and who forked
+  rdmafork exec --report - -- ib_write_bw     what it did, at the end, on stderr
+  rdmafork exec --report r.json --trace-forks -- app     and who forked
   mpirun -n 64 rdmafork exec --report r.json -- app
                                     a file a rank, r.rank3.node7.json, and
                                     `rdmafork report r.*.json` for all of them
@@ -53,11 +54,11 @@ examples:
 
 It refuses what no library can be preloaded into: static programs, set-uid and
 set-gid ones, those with file capabilities, those for another machine or C
-library. It looks through #! lines and env. Programs of AddressSanitizer need its
-runtime in LD_PRELOAD, where it stays the first.
+library. It looks through #! lines and env. Programs of AddressSanitizer need
+its runtime in LD_PRELOAD, where it stays the first.
 
-Exit status: the program's own; 125 wrong usage, or rdmafork cannot do as asked;
-126 the program cannot be run so; 127 there is no such program.
+Exit status: the program's own; 125 wrong usage, or it cannot do as asked; 126
+the program cannot be run so; 127 there is no such program.
 """
 
 USAGE_STATUS = FAILED

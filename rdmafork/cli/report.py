@@ -13,7 +13,8 @@ from rdmafork.cli.report_lines import Broken, Process
 
 DESCRIPTION = """\
 Merges the reports of many processes, of many ranks on many machines, into one
-table: what needs a look first, then what is far from the rest, then all others.
+table: what needs a look first, then what is far from the rest, then all
+others.
 """
 
 EPILOG = """\
@@ -21,7 +22,7 @@ examples:
   rdmafork report r.json
   rdmafork report r.rank*.json --all          all processes, not the first 20
   rdmafork report r.rank*.json --json | jq .totals
-  rdmafork report - < log                     lines of a log that are no report are told
+  rdmafork report - < log                     what is no report in it, is told
 
 columns:
   regs       registrations made

@@ -1,0 +1,90 @@
+"""What every command does alike."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import environment
+
+import rdmafork
+from rdmafork.cli import COMMANDS, main
+
+RDMAFORK = [sys.executable, "-m", "rdmafork"]
+
+
+def command(*arguments, **options):
+    return subprocess.run(
+        [*RDMAFORK, *arguments], env=environment({"COLUMNS": "80"}), capture_output=True,
+        text=True, check=False, timeout=60, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_teaches_in_eighty_columns(name):
+    done = command(*filter(None, [name]), "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(map(len, done.stdout.splitlines())) <= 80, done.stdout
+    if name:
+        assert "Exit status" in done.stdout and done.stdout.startswith(f"usage: rdmafork {name}")
+    else:
+        assert all(f"    {other} " in done.stdout for other in COMMANDS)
+
+
+def test_the_version_and_wrong_usage():
+    assert command("--version").stdout == f"rdmafork {rdmafork.__version__}\n"
+    assert command().returncode == 2
+    for arguments in (("nonsense",), ("devices", "--nonsense"), ("doctor", "--pid", "x")):
+        done = command(*arguments)
+        assert done.returncode == 2 and done.stderr and not done.stdout, arguments
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("doctor",), ("devices", "--help")])
+def test_nobody_reading_on_is_no_error(arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    env = environment({"PYTHONUNBUFFERED": None})  # else argparse meets it first, and is silent
+    with subprocess.Popen(
+        [*RDMAFORK, *arguments], stdout=writing, stderr=subprocess.PIPE, env=env
+    ) as process:
+        os.close(writing)
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_ctrl_c_is_quiet(monkeypatch, capsys):
+    from rdmafork.cli import devices
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(devices, "run", interrupted)
+    assert main(["devices"]) == 128 + signal.SIGINT
+    assert capsys.readouterr() == ("", "\n")
+
+
+def on_a_terminal(*arguments, **env):
+    control, screen = pty.openpty()
+    with subprocess.Popen(
+        [*RDMAFORK, *arguments], stdout=screen, stderr=screen,
+        env=environment({"TERM": "xterm", "NO_COLOR": None} | env),
+    ) as process:  # fmt: skip
+        os.close(screen)
+        output = b""
+        try:
+            while got := os.read(control, 65536):
+                output += got
+        except OSError:
+            pass  # EIO: the program has ended
+        os.close(control)
+    assert process.returncode in (0, 1)
+    return output.decode()
+
+
+def test_colours_only_where_they_are_wanted():
+    assert "\033[32mOK" in on_a_terminal("doctor")
+    assert "\033" not in on_a_terminal("doctor", NO_COLOR="1")
+    assert "\033" not in on_a_terminal("doctor", TERM="dumb")
+    assert "\033" not in command("doctor").stdout

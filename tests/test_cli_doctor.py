@@ -484,7 +484,7 @@ def mapping(mib, flags="", shared=False, path="", resident=None):
 @pytest.mark.parametrize(
     ("pinned", "mappings", "status", "words"),
     [
-        (0, [mapping(100)], "ok", "copies no page"),
+        (0, [mapping(100)], "ok", "no page is pinned"),
         (100, [mapping(100)], "warning", "copies 100 MiB of"),
         (100, [mapping(100, "dc")], "ok", "copies little"),
         (100, [mapping(100, "wf")], "ok", "copies little"),
@@ -495,9 +495,15 @@ def mapping(mib, flags="", shared=False, path="", resident=None):
         (100, [mapping(100), mapping(1, path="/x/librdmafork.so")], "ok", "may mark it then"),
     ],
 )
-def test_what_a_fork_would_cost(pinned, mappings, status, words):
-    row = doctor_process._cost(pinned << 20, mappings)
-    assert row.status == status and words in row.evidence, row
+def test_what_a_fork_would_cost(monkeypatch, pinned, mappings, status, words):
+    for copies in (True, False):
+        info = rdmafork.kernel_info()._replace(copy_on_fork=copies)
+        monkeypatch.setattr(rdmafork, "kernel_info", lambda info=info: info)
+        row = doctor_process._cost(pinned << 20, mappings)
+        if copies or "copies little" in row.evidence or "may mark it" in row.evidence:
+            assert row.status == status and words in row.evidence, row
+        else:
+            assert row.status == "problem" and "may lose" in row.evidence, row
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import rdmafork
 from rdmafork.cli import machine
 from rdmafork.cli.doctor_rows import Row, ok, problem, skipped, warning
 from rdmafork.cli.terminal import counted, printable, size
@@ -145,29 +146,30 @@ def _pinned(pinned: int, limit: str) -> Row:
     return ok("pinned pages", f"{size(pinned)} (VmPin); locked memory may be {limit}")
 
 
-def _cost(pinned: int, mappings: list[Mapping]) -> Row:
-    """What of the pinned pages is neither marked nor shared."""
-    what = "a fork() now"
+def _unprotected(pinned: int, mappings: list[Mapping]) -> tuple[int, int]:
+    """At least and at most so many pinned bytes are private and not marked."""
     marked = sum(m.resident for m in mappings if m.marked)
     shared = sum(m.resident for m in mappings if m.shared and not m.marked)
     private = sum(m.resident for m in mappings if not m.shared and not m.marked)
     most = min(pinned, private)
-    least = min(max(pinned - marked - shared, 0), most)
-    if not pinned:
-        return ok(what, "copies no page, as none is pinned")
+    return min(max(pinned - marked - shared, 0), most), most
+
+
+def _cost(pinned: int, mappings: list[Mapping]) -> Row:
+    what = "a fork() now"
+    least, most = _unprotected(pinned, mappings)
     if not least:
-        often = f", at most {size(most)}" if marked < pinned and most else ""
-        return ok(what, f"copies little{often}: what is pinned is marked or shared")
-    bounds = sorted({size(least), size(most)}, key=[size(least), size(most)].index)
-    text = (
-        f"copies {' to '.join(bounds)} of pinned private pages, 0.3 s a GiB or more, and takes "
-        f"as much memory again"
-    )
+        text = "what is pinned is marked or shared" if pinned else "no page is pinned"
+        return ok(what, f"copies little or nothing: {text}")
+    between = size(least) if size(least) == size(most) else f"{size(least)} to {size(most)}"
+    pages = f"{between} of pinned private pages"
+    cure = "register it: rdmafork.register(), or rdmafork exec from the start"
+    text = f"copies {pages}, 0.3 s a GiB or more, and takes as much memory again"
     if any(m.is_engine for m in mappings):
         return ok(what, f"{text}; less what is registered with rdmafork, which may mark it then")
-    if least < MUCH:
-        return ok(what, text)
-    return warning(what, text, "register it: rdmafork.register(), or rdmafork exec from the start")
+    if not rdmafork.kernel_info().copy_on_fork:
+        return problem(what, f"may lose {pages}, when one of the two processes writes there", cure)
+    return warning(what, text, cure) if least >= MUCH else ok(what, text)
 
 
 def _count(count: int, marked: int) -> Row:

@@ -80,10 +80,10 @@ def interception(path: str) -> Row:
         return ok(what, "go by symbol: rdmafork exec answers its fork support")
     return warning(
         what,
-        f"are bound inside {path} (-Bsymbolic-functions, as Ubuntu builds it), so preloading "
-        f"alone does not answer its fork support",
-        "rdmafork exec --report says how it reached this library, if it did; in Python, "
-        "register the memory with rdmafork too",
+        f"are bound inside {path} (-Bsymbolic-functions, as Ubuntu builds it): rdmafork exec "
+        f"has to patch its two functions in memory, or leaves its own fork support in force",
+        "see which in what rdmafork exec --report says of libraries; registering the memory "
+        "with rdmafork too is always enough",
     )
 
 

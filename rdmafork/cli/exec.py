@@ -50,7 +50,12 @@ examples:
   mpirun -n 64 rdmafork exec --report r.json -- app
                                     a file a rank, r.rank3.node7.json, and
                                     `rdmafork report r.*.json` for all of them
+  torchrun --no-python --nproc-per-node 8 rdmafork exec -- python train.py
   sudo rdmafork exec -- app         and not: rdmafork exec sudo app
+
+A process that ends by a signal or by _exit(), as dash does, reports nothing.
+Under a launcher it belongs before each rank, as above: before the launcher it
+knows of no rank, and all processes report into one file.
 
 It refuses what no library can be preloaded into: static programs, set-uid and
 set-gid ones, those with file capabilities, those for another machine or C

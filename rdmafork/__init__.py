@@ -98,6 +98,12 @@ def get_library() -> str:
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), "librdmafork.so")
 
 
+if os.environ.get("RDMAFORK_TRACE_FORKS", "0") not in ("", "0"):
+    from rdmafork import _trace
+
+    _trace.begin()
+
+
 if not TYPE_CHECKING:
     # Imported when first used: its enums take longer to make than all the rest to import.
     def __getattr__(name):

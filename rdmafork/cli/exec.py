@@ -81,7 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="at its exit every process appends a line of JSON; - is stderr",
     )
-    parser.add_argument("--trace-forks", action="store_true", help="report who forked")
+    parser.add_argument(
+        "--trace-forks",
+        action="store_true",
+        help="report who forked; Python programs that import rdmafork tell their stack on stderr",
+    )
     parser.add_argument(
         "--keep-devices", action="store_true", help="children keep RDMA devices open"
     )

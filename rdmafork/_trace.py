@@ -1,0 +1,35 @@
+"""Who forks, in a Python program that imports rdmafork under `rdmafork exec --trace-forks`.
+
+The engine's report names the C function that called fork(), which for all of Python is one. Here
+each place is told once, on stderr, with its Python stack, before the fork: nothing of Python may
+run in the engine's fork handler.
+"""
+
+import os
+import sys
+import traceback
+
+_PLACES = 100  # a program that forks from more is no longer read
+
+_told: set[tuple[tuple[str, int], ...]] = set()
+
+
+def _tell() -> None:
+    # The frame that called fork(); this one is the hook's.
+    stack = traceback.extract_stack(sys._getframe(1))
+    place = tuple((frame.filename, frame.lineno or 0) for frame in stack)
+    if place in _told or len(_told) == _PLACES:
+        return
+    _told.add(place)
+    rank = os.environ.get("RDMAFORK_RANK")
+    who = f"process {os.getpid()}" + (f", rank {rank}" if rank else "")
+    text = f"rdmafork: fork() in {who}:\n{''.join(traceback.format_list(stack))}"
+    try:
+        # At once: lines of many processes do not mix.
+        os.write(2, text.encode(errors="backslashreplace"))
+    except OSError:
+        pass  # nobody is there to be told
+
+
+def begin() -> None:
+    os.register_at_fork(before=_tell)

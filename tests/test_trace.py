@@ -1,0 +1,84 @@
+"""Who forks, told with the Python stack where RDMAFORK_TRACE_FORKS asks for it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import environment
+
+PROGRAM = """
+import os, sys
+import rdmafork
+
+def fork():
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+def here():
+    fork()
+
+def there():
+    fork()
+
+here(); there()
+for _ in range(50):
+    here()
+"""
+
+
+def errors_of(program, tmp_path, **env):
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")], env=environment(env), text=True,
+        capture_output=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout == ""
+    return done.stderr
+
+
+def test_each_place_is_told_once_with_its_stack(tmp_path):
+    told = errors_of(PROGRAM, tmp_path, RDMAFORK_TRACE_FORKS="1", RDMAFORK_RANK="3")
+    stacks = re.split(r"^rdmafork: fork\(\) in process \d+, rank 3:\n", told, flags=re.M)
+    assert stacks[0] == "" and len(stacks) == 4
+    functions = [re.findall(r"line (\d+), in (\S+)", stack) for stack in stacks[1:]]
+    assert [[name for _, name in stack] for stack in functions] == [
+        ["<module>", "here", "fork"],
+        ["<module>", "there", "fork"],
+        ["<module>", "here", "fork"],  # in the loop: another place
+    ]
+    assert all(stack.count("child = os.fork()") == 1 for stack in stacks[1:])
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_nothing_is_told_unasked(tmp_path, value):
+    assert errors_of(PROGRAM, tmp_path, RDMAFORK_TRACE_FORKS=value) == ""
+
+
+def test_pools_are_told_by_who_made_them(tmp_path):
+    program = """
+import multiprocessing, rdmafork
+
+def pool():
+    with multiprocessing.get_context("fork").Pool(2) as workers:
+        workers.map(abs, range(4))
+
+pool()
+"""
+    told = errors_of(program, tmp_path, RDMAFORK_TRACE_FORKS="1")
+    assert ", in pool" in told and "popen_fork.py" in told
+    # From one place: both workers, and who replaces them is not asked for.
+    assert told.count("rdmafork: fork() in process") == 1
+
+
+def test_a_program_without_stderr_forks_all_the_same(tmp_path):
+    program = "import os; os.close(2)\n" + PROGRAM + "\nos._exit(0)\n"
+    assert errors_of(program, tmp_path, RDMAFORK_TRACE_FORKS="1") == ""
+
+
+def test_a_program_that_forks_from_everywhere_is_told_of_a_hundred_places(tmp_path):
+    forks = "\n".join(f"def f{i}(): fork()\nf{i}()" for i in range(120))
+    told = errors_of(PROGRAM + forks, tmp_path, RDMAFORK_TRACE_FORKS="1")
+    assert told.count("rdmafork: fork() in process") == 100

@@ -1,0 +1,108 @@
+"""rdmafork exec --report, from the programs to the table."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import LAZY, PAGE, environment
+from test_cli_report import line
+
+from rdmafork.cli import launchers, main
+
+RDMAFORK = [sys.executable, "-m", "rdmafork"]
+NBYTES = 64 * PAGE
+
+# 64 pages registered, and so many forks.
+FORKING = f"""
+import mmap, os, sys, rdmafork
+memory = mmap.mmap(-1, {NBYTES}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory[::{PAGE}] = b"x" * 64
+with rdmafork.register(memory):
+    for _ in range(int(sys.argv[1])):
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+"""
+
+
+def execute(*arguments, env=None):
+    done = subprocess.run(
+        [*RDMAFORK, "exec", *arguments], env=environment(env or {}), capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, ""), done
+    return done.stderr
+
+
+def lines(path):
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("mode", [LAZY, "eager"])
+def test_a_process_reports_what_it_did(tmp_path, mode):
+    path = tmp_path / "r.json"
+    program = (sys.executable, "-c", FORKING, "3")
+    assert execute("--mode", mode, "--report", str(path), "--", *program) == ""
+    (found,) = lines(path)
+    assert set(found) == set(line())  # what the tests of the table are given
+    assert (found["mode"], found["forks"], found["errors"]) == (mode, 3, [])
+    assert found["registrations"] == {"total": 1, "live": 0}
+    assert found["absent_bytes"] == {"total": 3 * NBYTES, "last": NBYTES}
+    assert found["handler_ns"]["total"] >= found["handler_ns"]["max"] > 0
+    assert found["fork_callers"] == [] and found["rank"] is None
+
+
+def test_each_process_appends_a_line_of_its_own(tmp_path):
+    path = tmp_path / "r.json"
+    script = "for i in 1 2 3 4 5 6 7 8; do for j in 1 2 3 4 5 6 7 8; do sleep 0 & done; done; wait"
+    execute("--report", str(path), "--", "sh", "-c", script)
+    found = [each for each in lines(path) if each["program"] == "sleep"]  # dash reports nothing
+    assert len({each["pid"] for each in found}) == len(found) == 64
+    assert len({each["ppid"] for each in found}) == 1
+
+
+def test_to_stderr():
+    text = execute("--report", "-", "--", "true")
+    assert json.loads(text)["program"] == "true"
+
+
+def test_who_forked_is_traced(tmp_path):
+    path = tmp_path / "r.json"
+    execute("--report", str(path), "--trace-forks", "--", sys.executable, "-c", FORKING, "2")
+    (caller,) = lines(path)[0]["fork_callers"]
+    assert caller["count"] == 2 and "python" in caller["object"]
+
+
+def test_ranks_are_merged_into_one_table(tmp_path, capsys):
+    for rank, forks in enumerate((1, 1, 1, 9)):
+        env = {"PMI_RANK": str(rank), "PMI_SIZE": "4"}
+        report = ("--report", f"{tmp_path}/r.json")
+        execute(*report, "--", sys.executable, "-c", FORKING, str(forks), env=env)
+    paths = sorted(map(str, tmp_path.iterdir()))
+    assert paths == [f"{tmp_path}/r.rank{rank}.{launchers.host()}.json" for rank in range(4)]
+    assert main(["report", *paths]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows[1:5]] == ["3", "0", "1", "2"]
+    assert "4 processes on 1 host: 4 registrations, 12 forks" in rows[6]
+
+
+def test_an_engine_that_does_not_start_is_told_and_the_program_runs(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    said = execute("--report", str(path), "--", "true", env={"RDMAFORK_EDGES": "round"})
+    assert said.startswith("rdmafork: not started: ") and "RDMAFORK_EDGES" in said
+    assert main(["report", str(path)]) == 1
+    assert "not started" in capsys.readouterr().out
+
+
+def test_doctor_and_devices_under_exec_report_once(tmp_path):
+    path = tmp_path / "r.json"
+    command = [*RDMAFORK, "exec", "--report", str(path), *RDMAFORK, "doctor", "--json"]
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True)
+    assert {row["what"]: row["status"] for row in json.loads(done.stdout)["rows"]}[
+        "rdmafork"
+    ] == "ok"
+    assert len(lines(path)) == 1  # not what it tries in other processes
+    assert lines(path)[0]["ppid"] == os.getpid()

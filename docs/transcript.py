@@ -2,7 +2,8 @@
 
     python docs/transcript.py 'rdmafork devices' 'rdmafork doctor' > docs/transcripts/doctor.txt
 
-Run it where there is an RDMA device. The commands of this installation come first in PATH.
+Run it where there is an RDMA device; exec.txt is of examples/pyverbs_pool.py. The commands of this
+installation come first in PATH.
 """
 
 import os

@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,55 @@ def _unasked(*paths):
     fork_once()
     for library in libraries:
         works(library)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_registrations_that_come_and_go_leave_no_mappings(mode):
+    """Thousands of them, overlapping, forked in between: what ends a transfer engine."""
+    source = """
+        import ctypes, mmap, os, random
+        libc = ctypes.CDLL(None, use_errno=True)
+        for name in ("ibv_dontfork_range", "ibv_dofork_range"):
+            getattr(libc, name).argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        nbytes = 16 << 20
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        chance = random.Random(1)
+
+        def mappings():
+            inside = 0
+            with open("/proc/self/maps") as file:
+                for line in file:
+                    low, high = (int(bound, 16) for bound in line.split()[0].split("-"))
+                    inside += low < start + nbytes and start < high
+            return inside
+
+        def fork():
+            pid = os.fork()
+            if not pid:
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+
+        before, most, live = mappings(), 0, []
+        for count in range(6000):
+            first = chance.randrange(nbytes - 50_000)
+            live.append((start + first, chance.randrange(1, 50_000)))
+            assert libc.ibv_dontfork_range(*live[-1]) == 0
+            if len(live) > 100:
+                assert libc.ibv_dofork_range(*live.pop(chance.randrange(len(live)))) == 0
+            if count % 200 == 0:
+                fork()
+                most = max(most, mappings())
+        for span in live:
+            assert libc.ibv_dofork_range(*span) == 0
+        fork()
+        print(before, most, mappings())
+    """
+    env = {"RDMAFORK_MODE": mode} if rdmafork.kernel_info().copy_on_fork_trusted else {}
+    done = python(textwrap.dedent(source), env=env)
+    assert done.returncode == 0, done.stderr
+    before, most, after = map(int, done.stdout.split())
+    assert before == after == 1 and most > 50
 
 
 def test_the_mode_is_the_environment_s():

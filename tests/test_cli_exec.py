@@ -104,6 +104,8 @@ def test_a_signal_ends_it_as_it_ends_the_program(number):
     with subprocess.Popen(
         [*EXEC, "sh", "-c", "echo up; while :; do sleep 1; done"], stdout=subprocess.PIPE,
         env=environment({}), start_new_session=True,
+        # A test run in the background may have been started with it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
         assert process.stdout.readline() == b"up\n"
         os.killpg(process.pid, number)

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import os
 import threading
+import time
 
 import pytest
 from conftest import PAGE, SLOWNESS, child, fork_once, fresh, map_at, private_map, run, vm_flags
@@ -330,8 +331,10 @@ def _while_registering(path):
     library.standin_hammer.argtypes = [ctypes.c_void_p]
     assert library.standin_hammer(address) == 0
     rdmafork.fork_init(intercept=True)
-    for _ in range(20):
+    patience, forks = time.monotonic() + 60 * SLOWNESS, 0
+    while forks < 20 or (not rdmafork.stats().ibv_calls and time.monotonic() < patience):
         fork_once()
+        forks += 1
     assert library.standin_hammer(address) == 0
     assert rdmafork.stats().ibv_calls > 0
     assert rdmafork.stats().ibv_ranges == 0

@@ -49,16 +49,6 @@ void rf_advisor_abandon(struct rf_advisor *advisor)
 	rf_memory_abandon(&advisor->reader.table);
 }
 
-static uintptr_t down(uintptr_t address, unsigned int shift)
-{
-	return address >> shift << shift;
-}
-
-static uintptr_t up(uintptr_t address, unsigned int shift)
-{
-	return down(address + ((uintptr_t)1 << shift) - 1, shift);
-}
-
 int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, int advice)
 {
 	advisor->madvise_calls++;

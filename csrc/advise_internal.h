@@ -5,6 +5,17 @@
 
 #include "advise.h"
 
+/* To pages of 1 << @shift bytes. */
+static inline uintptr_t down(uintptr_t address, unsigned int shift)
+{
+	return address >> shift << shift;
+}
+
+static inline uintptr_t up(uintptr_t address, unsigned int shift)
+{
+	return down(address + ((uintptr_t)1 << shift) - 1, shift);
+}
+
 /* Touching ranges that one madvise() serves. */
 struct rf_run {
 	uintptr_t start, end;

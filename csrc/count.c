@@ -2,16 +2,6 @@
 /* Which pages a registration takes, and which bytes of them are not its own. */
 #include "advise_internal.h"
 
-static uintptr_t down(uintptr_t address, unsigned int shift)
-{
-	return address >> shift << shift;
-}
-
-static uintptr_t up(uintptr_t address, unsigned int shift)
-{
-	return down(address + ((uintptr_t)1 << shift) - 1, shift);
-}
-
 void rf_advise_extent(const struct rf_advisor *advisor, const struct rf_slot *slot,
 		      uintptr_t *start, uintptr_t *end)
 {

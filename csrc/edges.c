@@ -228,7 +228,7 @@ static int read_all(struct rf_edges *edges)
 	return 0;
 }
 
-/* Fill the spare snapshot. It is empty where there is no room, not even for a header. */
+/* Fill the spare snapshot. -ENOMEM: it is not to be shown. */
 static int fill_spare(struct rf_edges *edges)
 {
 	int rc = rf_edges_reserve(edges, 0, 0);

@@ -207,6 +207,11 @@ static void unmark_mapping(struct rf_advisor *advisor, const struct rf_vma *vma,
 	last = up(end, vma->shift);
 	if (!vma->shared && is_wanted_beside(advisor, down(end, vma->shift), last, start, end))
 		last = down(end, vma->shift);
+	/* A child gets back what stays marked: no registration has a gap there. */
+	if (first > start || last < end) {
+		advisor->edges->leftovers = true;
+		advisor->ranges.marks++;
+	}
 	if (first >= last)
 		return;
 	rc = call_unmark(advisor, first, last);
@@ -475,8 +480,7 @@ static int explain(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, i
 	return rc;
 }
 
-/* [@start, @end) together with what touches it and waits to be unmarked. */
-static void widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr_t *end)
+void rf_advise_widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr_t *end)
 {
 	const struct rf_range *range, *beside;
 
@@ -503,7 +507,7 @@ static void undo(struct rf_advisor *advisor, struct rf_slot *slot)
 		rf_advise_unmark(advisor, run.start, run.end);
 	}
 	/* What waited to be unmarked before waits again, or is gone, all of it. */
-	widen(advisor, &start, &end);
+	rf_advise_widen(advisor, &start, &end);
 	for (at = start; at < end && rf_advise_next_run(advisor, at, end, is_unwanted, &run);
 	     at = run.end)
 		rf_advise_unmark(advisor, run.start, run.end);
@@ -686,7 +690,7 @@ void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
 	rf_advise_uncount(advisor, slot, start, end);
 	if (slot->flags & RF_SLOT_HELD)
 		forget_due(advisor, start, end);
-	widen(advisor, &start, &end);
+	rf_advise_widen(advisor, &start, &end);
 	for (at = start; at < end && rf_advise_next_run(advisor, at, end, is_unwanted, &run);
 	     at = run.end)
 		rf_advise_unmark(advisor, run.start, run.end);

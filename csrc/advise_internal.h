@@ -34,6 +34,9 @@ int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, i
  */
 void rf_advise_unmark(struct rf_advisor *advisor, uintptr_t start, uintptr_t end);
 
+/* [@start, @end) together with what touches it and waits to be unmarked. */
+void rf_advise_widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr_t *end);
+
 /* Unmark a run that is wanted: the kernel copies it, until a fold marks it again. */
 void rf_advise_leave(struct rf_advisor *advisor, const struct rf_run *run);
 

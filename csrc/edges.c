@@ -133,6 +133,7 @@ static int collect_range(struct rf_edges *edges, const struct rf_range *range, b
 	uintptr_t at, stop;
 	bool nobodys;
 
+	edges->leftovers |= !range->count;
 	for (at = range->start; at < range->end; at = stop) {
 		stop = range->end;
 		nobodys = is_nobodys(&edges->omitted, at, &stop);
@@ -237,18 +238,22 @@ static int fill_spare(struct rf_edges *edges)
 		return rc;
 	edges->spare->count = 0;
 	edges->spare->used = header(0);
+	edges->leftovers = false;
 	rc = collect(edges, &edges->omitted, false);
 	edges->spare->absent = edges->spare->count;
 	if (rc >= 0)
 		rc = collect(edges, &edges->wiped, true);
-	return rc < 0 ? rc : read_all(edges);
+	if (rc >= 0)
+		rc = read_all(edges);
+	edges->leftovers |= rc < 0;
+	return rc;
 }
 
 void rf_edges_save(struct rf_edges *edges)
 {
 	struct rf_snapshot *shown;
 
-	if (edges->omitted.gaps->count || edges->wiped.gaps->count) {
+	if (edges->omitted.gaps->count || edges->wiped.gaps->count || edges->leftovers) {
 		if (fill_spare(edges) < 0) {
 			/* What was saved for an earlier fork is no answer. */
 			rf_edges_clear(edges);

@@ -51,6 +51,7 @@ struct rf_edges {
 	struct rf_leaving omitted, wiped;
 	size_t page_size;
 	bool forbidden;		/* the process may not read its own memory: nothing is saved */
+	bool leftovers;		/* parts of huge pages may leave that nobody counts */
 	struct rf_snapshot *shown, *spare;	/* or NULL */
 };
 

@@ -111,8 +111,11 @@ static void unmark_shared(struct rf_advisor *advisor)
 	uintptr_t at;
 
 	for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_marked_but_shared, &run);
-	     at = run.end)
+	     at = run.end) {
+		/* What was left over of a huge page beside it is wanted by nobody now. */
+		rf_advise_widen(advisor, &run.start, &run.end);
 		rf_advise_unmark(advisor, run.start, run.end);
+	}
 }
 
 static void note_marked(struct rf_advisor *advisor, const struct iovec *run)

@@ -138,8 +138,9 @@ static void list_range(struct rf_engine *engine, struct list *list,
 			info.end = advised->end;
 		else if (advised && !inside && advised->start < range->end)
 			info.end = advised->start;
-		info.protection = (uint8_t)protection_of(engine, range, inside ? advised : NULL,
-							 at, &info.end);
+		/* A mark that nobody counts waits to be taken away, or is gone already. */
+		info.protection = (uint8_t)protection_of(
+			engine, range, inside && advised->count ? advised : NULL, at, &info.end);
 		append(list, info);
 		at = info.end;
 		if (inside && at >= advised->end)

@@ -71,7 +71,12 @@ void rf_advisor_clear(struct rf_advisor *advisor);
 void rf_advisor_abandon(struct rf_advisor *advisor);
 
 /* Make room for @registrations, those counted included. -ENOMEM: nothing has changed. */
-int rf_advise_reserve(struct rf_advisor *advisor, uint32_t registrations);
+static inline int rf_advise_reserve(struct rf_advisor *advisor, uint32_t registrations)
+{
+	int rc = rf_ranges_reserve(&advisor->ranges, registrations);
+
+	return rc < 0 ? rc : rf_ranges_reserve(&advisor->gaps, 2 * registrations);
+}
 
 /* Runs of marked pages of all advisors: each takes at most two VMAs more. */
 static inline uint64_t rf_advise_runs(const struct rf_advisor *advisor)

@@ -17,13 +17,6 @@ void rf_advise_extent(const struct rf_advisor *advisor, const struct rf_slot *sl
 		*end = advisor->whole ? up(slot->end, base) : down(slot->end, base);
 }
 
-int rf_advise_reserve(struct rf_advisor *advisor, uint32_t registrations)
-{
-	int rc = rf_ranges_reserve(&advisor->ranges, registrations);
-
-	return rc < 0 ? rc : rf_ranges_reserve(&advisor->gaps, 2 * registrations);
-}
-
 typedef void gap_change(struct rf_advisor *advisor, uintptr_t start, uintptr_t end);
 
 static void add(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)

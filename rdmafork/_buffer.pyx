@@ -102,7 +102,7 @@ cdef class Buffer(Registration):
     cdef Py_ssize_t exports
 
     def __cinit__(self, nbytes, *, page_size=None, on_fork="omit"):
-        cdef rf_policy policy = policy_of(on_fork)
+        cdef rf_policy policy = <rf_policy>policy_of(on_fork)
         cdef size_t size, alignment
         cdef int error, advice = 0
         self.page = page_size_of(page_size)

@@ -17,12 +17,13 @@ cdef class Registration:
 
 # Hold buffer, and take start and length from it.
 cdef int hold(Registration self, object buffer) except -1
-cdef int let_go(Registration self) except -1
+cdef int let_go(Registration self, bint inherited) except -1
 # Leave it registered and held for ever: a device may still write to it.
 cdef int abandon(Registration self) except -1
-# Register what is held with the engine, and give that back.
+# Register what is held with the engine, and give that back: -ECHILD if it is the parent's.
 cdef int protect(Registration self, unsigned int flags, rf_policy policy) except -1
-cdef int unprotect(Registration self) except -1
+cdef int unprotect(Registration self) except? -1
 # ValueError when it is closed, InheritedError in a child.
 cdef int check_usable(Registration self) except -1
-cdef rf_policy policy_of(object on_fork) except *
+# An rf_policy.
+cdef int policy_of(object on_fork) except -1

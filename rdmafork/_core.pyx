@@ -1,5 +1,8 @@
-# cython: language_level=3
+# cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
 """The engine for Python: buffers in, registrations out.
+
+binding=False makes plain built-in functions: a Python-like function costs its caller as
+much again as the lock of the engine.
 
 Locking: everything shared between threads is the engine's, in C, under its own
 lock. That lock is never waited for with the GIL held: calls are made with
@@ -38,6 +41,7 @@ from rdmafork._results import (
 )
 
 cdef extern from "errno.h":
+    enum: ECHILD
     enum: EDEADLK
 
 cdef extern from "Python.h":
@@ -104,9 +108,10 @@ cdef class Registration:
         raise TypeError("a Registration is made by register() or register_address()")
 
     def __dealloc__(self):
-        if self.open:
-            release(self.slot)
-        let_go(self)
+        cdef int rc = release(self.slot) if self.open else 0
+        # A closed one holds nothing; one that could not be registered does.
+        if <PyObject *>self.view.obj != NULL or self.owner is not None:
+            let_go(self, rc == -ECHILD)
 
     def __reduce__(self):
         raise TypeError("a Registration cannot be pickled: it names memory of this process")
@@ -118,10 +123,8 @@ cdef class Registration:
         A second call does nothing.
         """
         with cython.critical_section(self):
-            if not self.open:
-                return
-            unprotect(self)
-            let_go(self)
+            if self.open:
+                let_go(self, unprotect(self) == -ECHILD)
 
     def __enter__(self):
         check_usable(self)
@@ -209,10 +212,10 @@ cdef bint is_absent(Registration self):
     return held is None
 
 
-cdef int let_go(Registration self) except -1:
+cdef int let_go(Registration self, bint inherited) except -1:
     # Forgotten before it is released: the exporter's code may let other threads in.
     cdef Py_buffer view = self.view
-    if self.slot.generation != rf_generation() and is_absent(self):
+    if inherited and is_absent(self):
         return abandon(self)
     self.open = False
     forget_view(&self.view)
@@ -241,10 +244,11 @@ cdef inline int release(rf_handle handle) noexcept:
     return rc
 
 
-cdef int unprotect(Registration self) except -1:
-    if release(self.slot) == -EDEADLK:
+cdef int unprotect(Registration self) except? -1:
+    cdef int rc = release(self.slot)
+    if rc == -EDEADLK:
         raise failure(-EDEADLK, NULL, self.start, self.length)
-    return 0
+    return rc
 
 
 cdef int protect(Registration self, unsigned int flags, rf_policy policy) except -1:
@@ -288,25 +292,21 @@ cdef int warn_shared_page(Registration self, rf_error *error) except -1:
     return 0
 
 
-cdef rf_policy policy_of(object on_fork) except *:
+cdef int policy_of(object on_fork) except -1:
     if on_fork is OMIT:
         return RF_OMIT
     if on_fork not in POLICY_NAMES:
         raise ValueError(f"on_fork must be one of {', '.join(POLICY_NAMES)}, not {on_fork!r}")
-    return <rf_policy>POLICY_NAMES.index(on_fork)
+    return POLICY_NAMES.index(on_fork)
 
 
-cdef int take_buffer(Registration self, object buffer) except -1:
-    if get_buffer(buffer, &self.view, PyBUF_SIMPLE) < 0:
-        PyErr_Clear()
-        PyObject_GetBuffer(buffer, &self.view, PyBUF_FULL_RO)
-        if not PyBuffer_IsContiguous(&self.view, b"A"):
-            PyBuffer_Release(&self.view)
-            raise BufferError(
-                f"cannot register this {type(buffer).__name__}: it is not contiguous; register "
-                f"the object it is a view of, or a contiguous copy")
-    self.start = <uintptr_t>self.view.buf
-    self.length = <size_t>self.view.len
+cdef int take_strided(Registration self, object buffer) except -1:
+    PyObject_GetBuffer(buffer, &self.view, PyBUF_FULL_RO)
+    if not PyBuffer_IsContiguous(&self.view, b"A"):
+        PyBuffer_Release(&self.view)
+        raise BufferError(
+            f"cannot register this {type(buffer).__name__}: it is not contiguous; register "
+            f"the object it is a view of, or a contiguous copy")
     return 0
 
 
@@ -324,7 +324,14 @@ cdef int take_tensor(Registration self, object tensor) except -1:
 
 
 cdef int hold(Registration self, object buffer) except -1:
-    return take_buffer(self, buffer) if PyObject_CheckBuffer(buffer) else take_tensor(self, buffer)
+    if get_buffer(buffer, &self.view, PyBUF_SIMPLE) < 0:
+        PyErr_Clear()
+        if not PyObject_CheckBuffer(buffer):
+            return take_tensor(self, buffer)
+        take_strided(self, buffer)
+    self.start = <uintptr_t>self.view.buf
+    self.length = <size_t>self.view.len
+    return 0
 
 
 def register(buffer, *, on_fork="omit"):
@@ -350,7 +357,7 @@ def register(buffer, *, on_fork="omit"):
     Source: madvise(2), MADV_DONTFORK, MADV_WIPEONFORK; Linux mm/memory.c,
     copy_present_page().
     """
-    cdef rf_policy policy = policy_of(on_fork)
+    cdef rf_policy policy = <rf_policy>policy_of(on_fork)
     cdef Registration self = Registration.__new__(Registration)
     hold(self, buffer)
     protect(self, RF_HELD, policy)
@@ -367,7 +374,7 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
     Raises as register() does; ValueError for a negative number, OverflowError
     when address + nbytes leaves the address space.
     """
-    cdef rf_policy policy = policy_of(on_fork)
+    cdef rf_policy policy = <rf_policy>policy_of(on_fork)
     address = index(address)
     nbytes = index(nbytes)
     if address < 0 or nbytes < 0:

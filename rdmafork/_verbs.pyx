@@ -549,7 +549,7 @@ cdef class ProtectionDomain(Parent):
         Source: ibv_reg_mr(3).
         """
         cdef MemoryRegion region = MemoryRegion.__new__(MemoryRegion)
-        cdef rf_policy policy = policy_of(on_fork)
+        cdef rf_policy policy = <rf_policy>policy_of(on_fork)
         cdef int error = 0
         check_open(self)
         region.domain = self
@@ -716,12 +716,13 @@ cdef class MemoryRegion(Registration):
         OSError: the device refuses (EBUSY: memory windows are bound to it); then
         it is registered as before.
         """
+        cdef bint inherited = self.slot.generation != rf_generation()
         cdef int rc
         with cython.critical_section(self):
             if not self.open:
                 return
             self.open = False
-        if self.slot.generation == rf_generation():
+        if not inherited:
             enter_to_close(self.domain)
             try:
                 rc = unpin(self.mr)
@@ -735,7 +736,7 @@ cdef class MemoryRegion(Registration):
                 if self.mr == NULL:
                     drop_child(self.domain, self)
                 leave(self.domain)
-        let_go(self)
+        let_go(self, inherited)
 
     @property
     def lkey(self):

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 
+import bound
 import pytest
 from conftest import PAGE, SLOWNESS, child, fork_once, fresh, map_at, private_map, run, vm_flags
 from standin import (
@@ -389,15 +390,9 @@ def test_debian_s_libibverbs():
     assert library.ibv_dontfork_range(ctypes.c_void_p(0x20_0000_0000), ctypes.c_size_t(PAGE)) == 0
 
 
-BOUND = "RDMAFORK_TEST_BOUND_LIBIBVERBS"
-
-
 @x86_64
-def test_a_libibverbs_that_calls_itself_directly():
-    path = os.environ.get(BOUND)
-    if not path:
-        pytest.skip(f"{BOUND} names no rdma-core's built with -Wl,-Bsymbolic-functions")
-    run(_calls_itself_directly, path)
+def test_a_libibverbs_that_calls_itself_directly(tmp_path):
+    run(_calls_itself_directly, bound.make(tmp_path))
 
 
 def _calls_itself_directly(path):

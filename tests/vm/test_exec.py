@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+import bound
 import pytest
 from conftest import SLOWNESS, child, environment, run, vm_flags
 
@@ -78,15 +79,10 @@ def _is_lost(rc):
         survives(pair, register(memory("shared", SIZE)), register(memory("hugetlb", SIZE, 777)))
 
 
-BOUND = "RDMAFORK_TEST_BOUND_LIBIBVERBS"
-
-
 @pytest.fixture
-def direct():
+def direct(tmp_path):
     """The environment for a libibverbs that calls itself directly, with the system's drivers."""
-    path = os.environ.get(BOUND)
-    if not path:
-        pytest.skip(f"{BOUND} names no libibverbs.so.1 built with -Wl,-Bsymbolic-functions")
+    path = bound.make(tmp_path)
     # The drivers of the system's, which are told of by name alone.
     places = (f"/usr/{lib}/libibverbs" for lib in ("lib/x86_64-linux-gnu", "lib64", "lib"))
     return {"LD_LIBRARY_PATH": ":".join([os.path.dirname(path), *places])}

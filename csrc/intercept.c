@@ -4,6 +4,7 @@
 #include "object.h"
 #include "engine.h"
 #include "patch.h"
+#include "tracker.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -15,7 +16,6 @@
 #define NAME_DONTFORK 1
 #define NAME_FORK_INIT 2
 #define NAME_STATUS 3
-#define ENABLED 1	/* enum ibv_fork_status */
 
 /* Releases first: what is registered here must be released here. */
 static const char *const names[NAMES] = {
@@ -37,6 +37,7 @@ struct copy {
 	uintptr_t start, end;
 	uintptr_t entries[NAMES];	/* its own functions */
 	bool through_slots[RANGE_NAMES];
+	bool elsewhere;			/* and one of those held another's function than ours */
 	bool found;			/* in the round under way */
 	bool settled;			/* how it is served has been decided */
 };
@@ -128,7 +129,7 @@ static int find_copy(struct dl_phdr_info *info, size_t size, void *unused)
 	const char *name = NULL;
 	struct copy *copy;
 	uintptr_t *slot;
-	size_t at = 0;
+	size_t i, at = 0;
 
 	(void)size, (void)unused;
 	if (!rf_object_read(&object, info) || !rf_object_find(&object, names[NAME_DONTFORK]) ||
@@ -140,9 +141,14 @@ static int find_copy(struct dl_phdr_info *info, size_t size, void *unused)
 	copy->found = true;
 	if (copy->settled)
 		return 0;
-	while ((slot = rf_object_next_slot(&object, &at, &name)))
-		if (which(name) < RANGE_NAMES)
-			copy->through_slots[which(name)] = true;
+	copy->elsewhere = false;
+	while ((slot = rf_object_next_slot(&object, &at, &name))) {
+		i = which(name);
+		if (i >= RANGE_NAMES)
+			continue;
+		copy->through_slots[i] = true;
+		copy->elsewhere |= __atomic_load_n(slot, __ATOMIC_RELAXED) != ours(i);
+	}
 	return 0;
 }
 
@@ -165,20 +171,16 @@ static void find_copies(void)
 
 /*
  * Does it mark memory itself? Its marks and ours would take each other away, and data
- * be lost where the kernel does not copy. -EAGAIN: it allocates memory to say so, which
- * in a fork handler may wait for ever.
+ * be lost where the kernel does not copy. Not if its calls have come here from the first,
+ * whoever has called its ibv_fork_init() by another way.
  */
 static int tracks_itself(const struct copy *copy, bool forking)
 {
-	const uintptr_t *root = rf_patch_compared(copy->entries[NAME_DONTFORK]);
-	int (*status)(void);
-
-	if (root)
-		return *root != 0;
-	if (!copy->entries[NAME_STATUS])
+	if (copy->through_slots[NAME_DOFORK] && copy->through_slots[NAME_DONTFORK] &&
+	    !copy->elsewhere)
 		return 0;
-	memcpy(&status, &copy->entries[NAME_STATUS], sizeof(status));
-	return forking ? -EAGAIN : status() == ENABLED;
+	return rf_tracker_is_used(copy->entries[NAME_DONTFORK], copy->entries[NAME_STATUS],
+				  forking);
 }
 
 static bool arrives(uintptr_t entry)
@@ -492,7 +494,7 @@ const char *rf_intercept_reason(uint8_t why)
 	case RF_WHY_NONE:
 		return NULL;
 	case RF_WHY_TRACKS:
-		return "its own fork support is on already";
+		return "its own fork support protects memory already";
 	case RF_WHY_CODE:
 		return "it calls its range functions directly, and they are not known ones";
 	case RF_WHY_MACHINE:

@@ -155,7 +155,7 @@ enum rf_library_how {
 
 enum rf_library_why {
 	RF_WHY_NONE = 0,
-	RF_WHY_TRACKS = 1,	/* its own fork support is on already */
+	RF_WHY_TRACKS = 1,	/* its own fork support protects memory already */
 	RF_WHY_CODE = 2,	/* no slots, and its functions begin otherwise than known */
 	RF_WHY_MACHINE = 3,	/* no slots, and not x86-64 */
 	RF_WHY_FORBIDDEN = 4,	/* its code or slots may not be changed (SELinux, seccomp) */

@@ -62,7 +62,7 @@ cdef tuple HOW_NAMES = ("version", "netlink")
 cdef tuple LIBRARY_NAMES = ("ours", "rewritten", "patched", "refused")
 cdef tuple REFUSALS = (
     None,
-    "its own fork support is on already",
+    "its own fork support protects memory already",
     "it calls its range functions directly, and they are not known ones",
     "it calls its range functions directly, on a machine that is not x86-64",
     "its code or its slots may not be changed in this process",

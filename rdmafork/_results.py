@@ -67,7 +67,7 @@ class InterceptedLibrary(NamedTuple):
     how: str
     """ "ours": by itself, as rdmafork comes first (LD_PRELOAD). "rewritten": the slots it calls
     through were another's. "patched": it has none, and a jump lies over the two functions.
-    "refused": neither can be, and its own fork support is in force."""
+    "refused": neither can be, and its own fork support stays as it is."""
     why: str | None  #: it is refused
 
 

@@ -5,6 +5,7 @@
  */
 #include <pthread.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <sys/mman.h>
 
 int ibv_fork_init(void);
@@ -12,13 +13,21 @@ int ibv_is_fork_initialized(void);
 int ibv_dontfork_range(void *base, size_t size);
 int ibv_dofork_range(void *base, size_t size);
 
-static void *root;
+/* All addresses and none of them registered, as ibv_fork_init() leaves libibverbs. */
+static struct node {
+	int colour;
+	struct node *parent, *left, *right;
+	uintptr_t start, end;
+	int count;
+} all = { .end = UINTPTR_MAX };
+
+static struct node *root;
 static int inits, own_calls;
 
 int ibv_fork_init(void)
 {
 	inits++;
-	root = &root;
+	root = &all;
 	return 0;
 }
 
@@ -30,11 +39,12 @@ int ibv_is_fork_initialized(void)
 __attribute__((noinline)) static int mark(void *base, size_t size, int advice)
 {
 	own_calls++;
+	all.count += advice == MADV_DONTFORK ? 1 : -1;
 	return madvise(base, size, advice);
 }
 
 #ifdef OTHER_CODE
-#define TRACKS (__atomic_load_n(&root, __ATOMIC_SEQ_CST) == &root)
+#define TRACKS (__atomic_load_n(&root, __ATOMIC_SEQ_CST) == &all)
 #else
 #define TRACKS root
 #endif

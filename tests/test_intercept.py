@@ -184,7 +184,9 @@ def test_one_that_protects_already_goes_on(build, options, how):
 def _protects_already(path):
     library = load(path)
     assert library.ibv_fork_init() == 0
-    with pytest.raises(OSError, match="its own fork support is on already") as caught:
+    _memory, address = private_map(PAGE)
+    assert library.standin_register(address, PAGE) == 0
+    with pytest.raises(OSError, match="its own fork support protects memory already") as caught:
         rdmafork.fork_init(intercept=True)
     assert caught.value.errno == errno.ENOTSUP
     for word in (path, "rdmafork exec", "RDMAV_FORK_SAFE", "register()"):
@@ -192,7 +194,26 @@ def _protects_already(path):
     (found,) = rdmafork.stats().ibv_libraries
     assert found.how == "refused" and found.why in str(caught.value)
     is_left_alone(library)
+    assert library.standin_release(address, PAGE) == 0
+    assert "dc" not in vm_flags(address)
     works_here()
+
+
+@pytest.mark.parametrize(("options", "how"), LINKED)
+def test_one_that_was_asked_to_protect_and_has_nothing_yet(build, options, how):
+    """Nothing is taken from it: so NCCL leaves it, before anybody could look."""
+    run(_has_nothing_yet, build("libibverbs.so.1", options), how)
+
+
+def _has_nothing_yet(path, how):
+    library = load(path)
+    assert library.ibv_fork_init() == 0
+    _memory, address = private_map(PAGE)
+    assert library.standin_register(address, PAGE) == 0
+    assert library.standin_release(address, PAGE) == 0
+    rdmafork.fork_init(intercept=True)
+    assert libraries() == {"libibverbs.so.1": how}
+    works(library)
 
 
 def works_here():
@@ -315,6 +336,28 @@ def load_user(path):
     return ctypes.CDLL(path, mode=os.RTLD_NOW)
 
 
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        pytest.param(READ_ONLY_SLOTS, "ours", id="slots"),
+        pytest.param([*READ_ONLY_SLOTS, "-DOTHER_CODE"], "ours", id="slots-other-code"),
+        *PATCHED,
+    ],
+)
+def test_whose_own_fork_init_was_called_before_anybody_looked(build, options, how):
+    """By the library's handle, right after it was loaded."""
+    run(_before_a_look, build("libibverbs.so.1", options), how, preload=rdmafork.get_library())
+
+
+def _before_a_look(path, how):
+    library = load(path)
+    assert library.ibv_fork_init() == 0
+    rdmafork.fork_init(intercept=True)
+    assert libraries() == {"libibverbs.so.1": how}
+    assert library.standin_inits() == 1
+    works(library)
+
+
 # ---- threads ---------------------------------------------------------------------------------
 
 
@@ -393,6 +436,24 @@ def test_debian_s_libibverbs():
 @x86_64
 def test_a_libibverbs_that_calls_itself_directly(tmp_path):
     run(_calls_itself_directly, bound.make(tmp_path))
+
+
+@x86_64
+@pytest.mark.parametrize("how", ["ours", "patched"])
+def test_a_libibverbs_whose_own_fork_init_was_called_before_anybody_looked(tmp_path, how):
+    path = bound.make(tmp_path) if how == "patched" else "libibverbs.so.1"
+    run(_real_before_a_look, path, how, preload=rdmafork.get_library())
+
+
+def _real_before_a_look(path, how):
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        pytest.skip(f"libibverbs is not installed: {error}")
+    assert library.ibv_fork_init() == 0
+    rdmafork.fork_init(intercept=True)
+    (found,) = rdmafork.stats().ibv_libraries
+    assert (found.how, found.why) == (how, None)
 
 
 def _calls_itself_directly(path):

@@ -72,7 +72,11 @@ static void close_null(struct rf_descriptors *descriptors)
 		rf_sys_close(fd);
 }
 
-/* Opened before it is needed: a child may have no descriptor left, or another root. */
+/*
+ * Opened before it is needed: a child may have no descriptor left, or another root. For
+ * reading: a command that is written there must fail, as librdmacm waits for ever for what
+ * the answer to one that did not would have told.
+ */
 static int open_null(struct rf_descriptors *descriptors)
 {
 	struct rf_descriptor *null = &descriptors->null;
@@ -80,7 +84,7 @@ static int open_null(struct rf_descriptors *descriptors)
 
 	if (is_still(null))
 		return 0;
-	fd = rf_sys_open("/dev/null", RF_READ_WRITE);
+	fd = rf_sys_open("/dev/null", RF_READ);
 	if (fd < 0)
 		return fd;
 	set_number(null, 0);

@@ -39,7 +39,8 @@ static void omit_if_device(struct rf_descriptors *descriptors, const char *name)
 	if (rf_sys_read_link(path, target, sizeof(target)) < 0)
 		return;
 	device = begins(target, "/dev/infiniband/uverbs");
-	if (!device && !begins(target, "anon_inode:[infinibandevent]"))
+	if (!device && !begins(target, "/dev/infiniband/rdma_cm") &&
+	    !begins(target, "anon_inode:[infinibandevent]"))
 		return;
 	if (rf_descriptors_add(descriptors, fd, device) < 0)
 		rf_sys_close(fd);

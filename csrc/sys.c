@@ -180,7 +180,6 @@ int rf_sys_open(const char *path, int access)
 {
 	static const int flags[] = {
 		[RF_READ] = O_RDONLY,
-		[RF_READ_WRITE] = O_RDWR,
 		[RF_APPEND] = O_WRONLY | O_APPEND | O_CREAT,
 	};
 	int rc;

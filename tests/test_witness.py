@@ -345,7 +345,7 @@ def test_a_child_has_no_device_whoever_opened_it(build, device_directory, keep):
 
 def _devices(path, keep):
     subprocess.run(["mount", "-t", "tmpfs", "none", DIRECTORY], check=True)
-    names = DIRECTORY / "uverbs7", DIRECTORY / "rdma_cm"
+    names = DIRECTORY / "uverbs7", DIRECTORY / "umad0", DIRECTORY / "rdma_cm"
     for name in names:
         os.mknod(name, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero
     before = os.open(names[0], os.O_RDWR)
@@ -353,14 +353,15 @@ def _devices(path, keep):
     # Without a libibverbs there is none, whatever its name.
     assert child(targets, before) == [str(names[0])]
     load(path)
-    device, other = os.open(names[0], os.O_RDWR), os.open(names[1], os.O_RDWR)
+    device, other, manager = (os.open(name, os.O_RDWR) for name in names)
     copy = os.dup(device)
     plain = os.open("/dev/zero", os.O_RDWR)
-    expected = [str(names[0]) if keep else "/dev/null"] * 3
+    devices = [before, device, copy, manager]
+    opened = [*[str(names[0])] * 3, str(names[2])]
+    expected = opened if keep else ["/dev/null"] * 4
     for _ in range(2):
-        found = child(targets, before, device, copy, other, plain)
-        assert found == [*expected, str(names[1]), "/dev/zero"]
-    assert targets(before, device, copy) == [str(names[0])] * 3
+        assert child(targets, *devices, other, plain) == [*expected, str(names[1]), "/dev/zero"]
+    assert targets(*devices) == opened
     assert child(child, targets, device) == expected[:1]
     with pytest.raises(OSError) as caught:
         os.readlink(f"/proc/self/fd/{plain + 1}")

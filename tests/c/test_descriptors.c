@@ -57,7 +57,8 @@ static bool in_child(bool (*check)(int), int fd)
 
 static bool is_null(int fd)
 {
-	return names(fd, "/dev/null") && fcntl(fd, F_GETFD) == FD_CLOEXEC;
+	return names(fd, "/dev/null") && fcntl(fd, F_GETFD) == FD_CLOEXEC &&
+	       write(fd, "", 1) < 0;
 }
 
 static bool is_device(int fd)

@@ -11,7 +11,7 @@ die() {
 }
 
 if [ -z "${INSIDE-}" ]; then
-	modprobe -a dummy ib_uverbs rdma_rxe || die "no modules for $(uname -r)"
+	modprobe -a dummy ib_uverbs rdma_rxe rdma_ucm || die "no modules for $(uname -r)"
 	ip link add rxenet type dummy && ip addr add 10.77.0.1/24 dev rxenet &&
 		ip link set rxenet up && rdma link add rxe0 type rxe netdev rxenet || die 'no rxe0'
 	echo 96 >/proc/sys/vm/nr_hugepages

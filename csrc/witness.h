@@ -9,6 +9,9 @@
  *	RDMAFORK_RANK=TEXT		of the process, for the line
  *	RDMAFORK_TRACE_FORKS=1		the line names who called fork()
  *
+ * _exit() writes no line: it is how children of vfork() end, in their parent's memory,
+ * and handlers of fatal signals, with any lock held.
+ *
  * All are ignored in a set-uid program, and read once: they are the environment of the
  * program that was started, whatever it does to it later. Nothing that fails here
  * keeps a program from running.

@@ -53,7 +53,9 @@ examples:
   torchrun --no-python --nproc-per-node 8 rdmafork exec -- python train.py
   sudo rdmafork exec -- app         and not: rdmafork exec sudo app
 
-A process that ends by a signal or by _exit(), as dash does, reports nothing.
+Whatever ends by exit(), or by returning from main(), reports, forked children
+too. What ends by a signal or by _exit(), as dash and the workers of Python's
+multiprocessing do, reports nothing.
 Under a launcher it belongs before each rank, as above: before the launcher it
 knows of no rank, and all processes report into one file.
 

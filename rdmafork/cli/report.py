@@ -32,6 +32,9 @@ columns:
   left       bytes left to the kernel's copying: slow, and safe only where that
              can be trusted; `rdmafork doctor` tells
 
+A process that ended by a signal or by _exit(), as dash and the workers of
+Python's multiprocessing do, has not reported.
+
 Exit status: 0 all is well, 1 a process met an error, a library could not be
 served or a line was broken, 2 there is no report to be read.
 """

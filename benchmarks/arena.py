@@ -18,7 +18,8 @@ from collections.abc import Callable
 from time import perf_counter_ns
 
 import rdmafork
-from rdmafork.benchmarks._facts import facts
+
+from ._facts import facts
 
 ARENA = 1 << 30
 PIECE = 64 << 10

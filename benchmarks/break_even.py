@@ -17,7 +17,8 @@ import sys
 from time import perf_counter_ns
 
 from rdmafork import _pins
-from rdmafork.benchmarks._facts import facts
+
+from ._facts import facts
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20

@@ -26,7 +26,8 @@ from time import perf_counter_ns
 
 import rdmafork
 from rdmafork import _pins
-from rdmafork.benchmarks._facts import facts
+
+from ._facts import facts
 
 PAGE = mmap.PAGESIZE
 OFFSET = 100  # of a buffer in its first page: two pages are edges
@@ -137,7 +138,7 @@ def ask(process: subprocess.Popen[str]) -> Sample:
     process.stdin.flush()
     line = process.stdout.readline()
     if not line:
-        raise ChildProcessError(f"{process.args}: status {process.wait()}")
+        raise ChildProcessError(f"{process.args!r}: status {process.wait()}")
     sample: Sample = json.loads(line)
     return sample
 

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from time import perf_counter_ns
 
 import rdmafork
-from rdmafork.benchmarks._facts import facts
+
+from ._facts import facts
 
 LOOPS = 50
 ROUNDS = 15

@@ -1,0 +1,13 @@
+"""python -m rdmafork.benchmarks FILE ... DIRECTORY: draw again what --json wrote."""
+
+import json
+import sys
+from pathlib import Path
+
+from ._harness import draw
+
+*files, directory = map(Path, sys.argv[1:])
+for file in files:
+    found = json.loads(file.read_text())
+    for document in found if isinstance(found, list) else [found]:
+        print(*draw(document, directory), sep="\n")

@@ -1,0 +1,183 @@
+"""What every benchmark has in common: its command line, its JSON, the running of it.
+
+A benchmark is a module of this package whose docstring asks its question in the first line, gives
+the command in the second paragraph and tells then what is done and who the peers are. It has
+
+    PARAMETERS   the keys that, with "peer", tell its rows apart; the last goes across a table
+    MEASURES     {key: how it is printed}
+    FLOOR        the peer that the others are divided by
+    measure(options, progress) -> Result
+    plot(document, directory) -> the files written; from the JSON, to be drawn again any time
+    add_arguments(parser), table(document) -> lines     where it needs its own
+
+A row is flat: "peer", the parameters, and of each measure a number, or what summary() makes.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import shlex
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import rdmafork
+
+from ._facts import facts, in_words
+from ._plots import NoPlots, require
+from ._progress import Progress
+from ._tables import table
+from ._workers import Skips, WorkerError
+
+Row = dict[str, Any]
+Document = dict[str, Any]
+
+
+class Result(NamedTuple):
+    rounds: int
+    rows: list[Row]
+    skipped: Skips  #: {"peer" or a parameter: ..., "reason": ...}
+
+
+def names() -> list[str]:
+    found = [module.name for module in pkgutil.iter_modules([os.path.dirname(__file__)])]
+    return [name for name in found if not name.startswith("_")]
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{name}")
+
+
+def question(module: ModuleType) -> str:
+    return (module.__doc__ or "").splitlines()[0]
+
+
+def rounded(value: float) -> float:
+    """To four digits: the others are noise."""
+    return float(f"{value:.4g}")
+
+
+def summary(samples: Iterable[float]) -> dict[str, Any]:
+    """The median of samples, and the quartiles around it."""
+    values = list(samples)
+    low, middle, high = (
+        statistics.quantiles(values, method="inclusive") if len(values) > 1 else values * 3
+    )
+    return {"median": rounded(middle), "quartiles": [rounded(low), rounded(high)]}
+
+
+def median(row: Row, measure: str) -> float | None:
+    value = row.get(measure)
+    return value["median"] if isinstance(value, dict) else value
+
+
+def add_ratios(module: ModuleType, rows: list[Row]) -> None:
+    """To each summary the ratio of its median to the floor's, of the same parameters."""
+
+    def situation(row: Row) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in module.PARAMETERS)
+
+    floors = {situation(row): row for row in rows if row["peer"] == module.FLOOR}
+    for row in rows:
+        for measure in module.MEASURES:
+            floor = median(floors.get(situation(row), {}), measure)
+            if floor and isinstance(row.get(measure), dict):
+                row[measure]["to_floor"] = rounded(row[measure]["median"] / floor)
+
+
+def parser(name: str) -> argparse.ArgumentParser:
+    module = load(name)
+    made = argparse.ArgumentParser(
+        prog=f"python -m {module.__name__}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(made)
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(made)
+    return made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="fewer rows and rounds: seconds")
+    parser.add_argument("--json", metavar="FILE", help="write all that was measured; -: print it")
+    parser.add_argument("--plot", metavar="DIR", type=Path, help="draw it there, with matplotlib")
+
+
+def run(name: str, argv: Sequence[str]) -> Document:
+    """Run one benchmark with these options. Raises WorkerError where a peer fails."""
+    module, options, machine = load(name), parser(name).parse_args(argv), facts()
+    with Progress(name) as progress:
+        result: Result = module.measure(options, progress)
+    add_ratios(module, result.rows)
+    return {
+        "benchmark": name,
+        "question": question(module),
+        "command": shlex.join(["python", "-m", module.__name__, *argv]),
+        "commit": rdmafork.__version__,
+        "machine": machine,
+        **result._asdict(),
+    }
+
+
+def show(document: Document) -> str:
+    module = load(document["benchmark"])
+    lines = [document["question"], ""]
+    lines += module.table(document) if hasattr(module, "table") else table(module, document)
+    lines += [f"skipped: {told(skip)}" for skip in document["skipped"]]
+    return "\n".join([*lines, in_words(document["machine"])])
+
+
+def told(skip: dict[str, Any]) -> str:
+    what = [str(v) if k == "peer" else f"{k} {v}" for k, v in skip.items() if k != "reason"]
+    return f"{', '.join(what)}: {skip['reason']}"
+
+
+def draw(document: Document, directory: Path) -> list[Path]:
+    directory.mkdir(parents=True, exist_ok=True)
+    files: list[Path] = load(document["benchmark"]).plot(document, directory)
+    return files
+
+
+def write(documents: list[Document], file: str) -> None:
+    """One document, or the list of several, to a file or with "-" to standard output."""
+    text = json.dumps(documents if len(documents) > 1 else documents[0], indent=1)
+    if file == "-":
+        print(text)
+    else:
+        Path(file).write_text(f"{text}\n")
+
+
+def run_all(wanted: Sequence[str], argv: Sequence[str], options: argparse.Namespace) -> int:
+    """Run these benchmarks, show, draw and write what they say. The exit status."""
+    documents, failed = [], False
+    try:
+        if options.plot:
+            require()  # before minutes of measuring
+        for name in wanted:
+            try:
+                documents.append(run(name, argv))
+            except (WorkerError, OSError) as error:
+                print(f"{name} failed: {error}", file=sys.stderr)
+                failed = True
+                continue
+            if options.json != "-":
+                print(show(documents[-1]), end="\n\n")
+            if options.plot:
+                print(*draw(documents[-1], options.plot), sep="\n", file=sys.stderr)
+    except NoPlots as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json and documents:
+        write(documents, options.json)
+    return 1 if failed else 0
+
+
+def main(name: str) -> int:
+    argv = sys.argv[1:]
+    return run_all([name], argv, parser(name).parse_args(argv))

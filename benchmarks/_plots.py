@@ -1,0 +1,155 @@
+"""Results as figures: a line a peer, named where it ends, with its quartiles.
+
+matplotlib is imported where something is drawn.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rdmafork.cli import terminal
+
+from ._facts import in_words
+
+Row = dict[str, Any]
+
+# Of Okabe and Ito, to be told apart by everybody: blues are rdmafork, reds libibverbs.
+COLOURS = {
+    "rdmafork": ("#0072B2", "#56B4E9", "#1B3A5C", "#7A9CC6"),
+    "libibverbs": ("#D55E00", "#E69F00", "#8C2D04", "#FDBE85"),
+    "": ("#009E73", "#CC79A7", "#777777", "#8C6D31"),
+}
+BLACK = "#000000"
+NAME_SIZE = 6.5
+STYLE = {
+    "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.5,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "rdmafork",  # the same figure, the same file
+}
+
+
+class NoPlots(Exception):
+    """matplotlib is not there."""
+
+
+class Panel(NamedTuple):
+    title: str
+    rows: list[Row]
+
+
+class Axis(NamedTuple):
+    key: str  #: of the rows: a parameter, or a measure
+    label: str
+    log: bool = True
+    nbytes: bool = False  #: ticks are sizes
+
+
+def require() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise NoPlots(
+            "figures need matplotlib, which is not installed: pip install 'rdmafork[bench]'"
+        ) from None
+
+
+def middle(value: Any) -> float:
+    return float(value["median"] if isinstance(value, dict) else value)
+
+
+def lines(
+    path: Path, document: dict[str, Any], panels: Sequence[Panel], x: Axis, y: Axis, floor: str
+) -> Path:
+    """One figure, its panels side by side with one y axis; written to path."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    peers = list(dict.fromkeys(row["peer"] for panel in panels for row in panel.rows))
+    colours = coloured(peers, floor)
+    with matplotlib.rc_context(STYLE):
+        size = (0.8 + 3.6 * len(panels), 3.8)
+        figure, axes = pyplot.subplots(1, len(panels), sharey=True, figsize=size, squeeze=False)
+        ends = []
+        for panel, axis in zip(panels, axes[0], strict=True):
+            prepare(axis, panel, x, y)
+            for peer in dict.fromkeys(row["peer"] for row in panel.rows):
+                rows = [row for row in panel.rows if row["peer"] == peer]
+                dash = "--" if peer == floor else "-"
+                ends.append((axis, peer, *one_line(axis, rows, x, y, colours[peer], dash)))
+        axes[0][0].set_ylabel(y.label)
+        figure.tight_layout(rect=(0, 0.05, 1, 1), w_pad=max(map(len, peers)) * 0.45)
+        for axis in axes[0]:
+            label(axis, [end[1:] for end in ends if end[0] is axis])
+        figure.text(0.01, 0.015, foot(document, floor), fontsize=6, color="#777777")
+        figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+        pyplot.close(figure)
+    return path
+
+
+def coloured(peers: list[str], floor: str) -> dict[str, str]:
+    left = {family: iter(colours * 2) for family, colours in COLOURS.items()}
+    return {
+        peer: BLACK if peer == floor else next(left[next(f for f in left if peer.startswith(f))])
+        for peer in peers
+    }
+
+
+def prepare(axis: Any, panel: Panel, x: Axis, y: Axis) -> None:
+    axis.set_title(panel.title, fontsize=8, loc="left")
+    axis.set_xlabel(x.label)
+    axis.set_xscale("log", base=2 if x.nbytes else 10) if x.log else None
+    axis.set_yscale("log") if y.log else axis.set_ylim(bottom=0)
+    ticks = sorted({row[x.key] for row in panel.rows})
+    axis.set_xticks(ticks, [tick(x, value) for value in ticks])
+    axis.minorticks_off()
+
+
+def tick(axis: Axis, value: float) -> str:
+    return terminal.size(value).replace(" ", "\u2009") if axis.nbytes else f"{value:,}"
+
+
+def one_line(
+    axis: Any, rows: list[Row], x: Axis, y: Axis, colour: str, dash: str
+) -> tuple[float, float, str]:
+    """Draws a peer; where its line ends, and its colour."""
+    rows = sorted((row for row in rows if row.get(y.key) is not None), key=lambda row: row[x.key])
+    xs, ys = [row[x.key] for row in rows], [middle(row[y.key]) for row in rows]
+    spread = [row[y.key]["quartiles"] for row in rows if isinstance(row[y.key], dict)]
+    axis.plot(xs, ys, marker="o", color=colour, linestyle=dash)
+    if len(spread) == len(xs):
+        axis.fill_between(xs, *zip(*spread, strict=True), color=colour, alpha=0.15, linewidth=0)
+    return xs[-1], ys[-1], colour
+
+
+def label(axis: Any, ends: list[tuple[str, float, float, str]]) -> None:
+    """Each line's name behind its end, pushed up where names would lie upon each other."""
+    height = axis.figure.dpi * NAME_SIZE * 1.15 / 72
+    lowest = float("-inf")
+    for peer, x, y, colour in sorted(ends, key=lambda end: end[2]):
+        at = axis.transData.transform((x, y))[1]
+        lowest = max(at, lowest + height)
+        axis.annotate(
+            peer,
+            (x, y),
+            xytext=(6, (lowest - at) * 72 / axis.figure.dpi),
+            textcoords="offset points",
+            fontsize=NAME_SIZE,
+            color=colour,
+            va="center",
+            annotation_clip=False,
+        )
+
+
+def foot(document: dict[str, Any], floor: str) -> str:
+    what = f"medians and quartiles of {document['rounds']} rounds; dashed: {floor}"
+    return f"{what}. {in_words(document['machine'])}, rdmafork {document['commit']}"

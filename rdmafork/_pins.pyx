@@ -683,6 +683,13 @@ cdef class Libibverbs:
         if rc:
             raise OSError(rc, f"ibv_fork_init: {os.strerror(rc)}")
 
+    def hold(self, uintptr_t address, size_t nbytes):
+        """ibv_dontfork_range(). Raises OSError."""
+        cdef int rc = self.dontfork(<void *>address, nbytes)
+        if rc:
+            rc = c_errno if rc < 0 else rc
+            raise OSError(rc, f"ibv_dontfork_range: {os.strerror(rc)}")
+
     def pair_ns(self, uintptr_t address, size_t nbytes, long loops):
         """Nanoseconds of one ibv_dontfork_range() and its ibv_dofork_range()."""
         cdef int64_t start

@@ -1,0 +1,150 @@
+"""Who registers memory: the ways that are compared, each to be tried in a process of its own."""
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from itertools import repeat
+from time import perf_counter_ns
+from types import MappingProxyType
+from typing import NamedTuple
+
+import rdmafork
+from rdmafork import _pins
+
+from ._workers import Environment, Skipped
+
+PAGE = mmap.PAGESIZE
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+MAP_NORESERVE = 0x4000
+MADV_DONTFORK = 10
+
+KEPT: list[mmap.mmap] = []
+libc = ctypes.CDLL(None, use_errno=True)
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def private_memory(nbytes: int) -> int:
+    """The address of private memory that stays mapped until this process ends.
+
+    One byte is written before anything splits the mapping: its parts can merge again.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=PRIVATE | MAP_NORESERVE)
+    memory[0] = 1
+    KEPT.append(memory)
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class Peer:
+    """hold() registers for good; pair_ns() times a registration and its release."""
+
+    def hold(self, address: int, nbytes: int) -> None:
+        raise NotImplementedError
+
+    def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
+        raise NotImplementedError
+
+    def arena(self, nbytes: int) -> int:
+        """The address of memory that is registered for good."""
+        address = private_memory(nbytes)
+        self.hold(address, nbytes)
+        return address
+
+
+class NullCall(Peer):
+    def hold(self, address: int, nbytes: int) -> None:
+        pass
+
+    def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
+        return _pins.null_call_ns(loops)
+
+
+class Madvise(Peer):
+    def hold(self, address: int, nbytes: int) -> None:
+        if libc.madvise(address, nbytes, MADV_DONTFORK):
+            raise OSError(ctypes.get_errno(), "madvise(MADV_DONTFORK)")
+
+    def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
+        return _pins.madvise_pair_ns(address, nbytes, loops)
+
+
+class Libibverbs(Peer):
+    def __init__(self) -> None:
+        try:
+            self._library = _pins.Libibverbs()
+            self._library.fork_init()
+        except OSError as error:
+            raise Skipped(error.strerror) from None
+        if self._library.status == rdmafork.ForkStatus.UNNEEDED:
+            raise Skipped("this libibverbs tracks nothing where the kernel copies pinned pages")
+
+    def hold(self, address: int, nbytes: int) -> None:
+        self._library.hold(address, nbytes)
+
+    def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
+        return self._library.pair_ns(address, nbytes, loops)
+
+
+class Engine(Peer):
+    def __init__(self) -> None:
+        rdmafork.fork_init()
+        self._held: list[object] = []
+
+    def hold(self, address: int, nbytes: int) -> None:
+        self._held.append(rdmafork.register_address(address, nbytes, owner=self))
+
+    def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
+        return _pins.engine_pair_ns(address, nbytes, loops)
+
+    def arena(self, nbytes: int) -> int:
+        buffer = rdmafork.Buffer(nbytes)
+        self._held.append(buffer)
+        return buffer.address
+
+
+class Python(Engine):
+    def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
+        register, buffer = rdmafork.register, (ctypes.c_char * nbytes).from_address(address)
+        start = perf_counter_ns()
+        for _ in repeat(None, loops):
+            register(buffer).close()
+        return (perf_counter_ns() - start) / loops
+
+
+class View(NullCall):
+    def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
+        buffer = (ctypes.c_char * nbytes).from_address(address)
+        start = perf_counter_ns()
+        for _ in repeat(None, loops):
+            memoryview(buffer).release()
+        return (perf_counter_ns() - start) / loops
+
+
+class Way(NamedTuple):
+    peer: type[Peer]
+    environment: Environment = MappingProxyType({})
+
+
+LAZY, EAGER = {"RDMAFORK_MODE": "lazy"}, {"RDMAFORK_MODE": "eager"}
+FLOOR = "madvise pair"
+WAYS = {
+    FLOOR: Way(Madvise),
+    "null system call": Way(NullCall),
+    "libibverbs": Way(Libibverbs),
+    "libibverbs, huge pages safe": Way(Libibverbs, {"RDMAV_HUGEPAGES_SAFE": "1"}),
+    "rdmafork eager": Way(Engine, EAGER),
+    "rdmafork lazy": Way(Engine, LAZY),
+    "rdmafork eager, Python": Way(Python, EAGER),
+    "rdmafork lazy, Python": Way(Python, LAZY),
+    "memoryview, Python": Way(View),
+}
+
+
+def environments(*names: str) -> dict[str, Environment]:
+    """The environment of each of these ways, or of all."""
+    return {name: WAYS[name].environment for name in names or WAYS}
+
+
+def calibrated(pair_ns: Callable[[int], float], budget_ns: int) -> int:
+    """The loops that take so long; the first pay for page faults and for splitting the VMA."""
+    pair_ns(3)
+    return max(3, min(1_000_000, int(budget_ns / max(pair_ns(10), 1))))

@@ -1,0 +1,126 @@
+"""What does it cost to register memory, and to release it?
+
+python -m rdmafork.benchmarks.registration [--quick] [--json FILE] [--plot DIR]
+
+A pair of both, over and over, on private memory that is
+    new          not registered, amid other memory
+    overlapping  registered to its half, or its one page
+    adjacent     directly behind what is registered
+    inside       in the middle of a registered arena (of rdmafork's own: a Buffer)
+    same         registered already: nothing is left to do but to count
+Peers: the system calls without any counting (the floor), and one that does nothing; libibverbs'
+fork support, also with RDMAV_HUGEPAGES_SAFE; rdmafork in both modes; and the least that Python
+takes to hold a buffer and let it go, memoryview(b).release(). Loops in C, or where it says so in
+Python. Nanoseconds of a pair; for one page its system calls, counted by strace, and for a new one
+its instructions of user space, by the processor's counter or by callgrind.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rdmafork.cli import terminal
+
+from . import _plots
+from ._harness import Document, Result, Row, main, summary
+from ._instructions import Counted
+from ._peers import FLOOR, PAGE, WAYS, calibrated, environments, private_memory
+from ._progress import Progress
+from ._workers import Skipped, Skips, ask_all, interleave, started
+
+PARAMETERS = ("situation", "nbytes")
+MEASURES = {
+    "pair_ns": terminal.nanoseconds,
+    "system_calls": "{:g}".format,
+    "instructions": "{:,.0f}".format,
+}
+SITUATIONS = ("new", "overlapping", "adjacent", "inside", "same")
+SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
+BUDGET_NS = 2_000_000
+TIMES = 100  # pairs that are counted
+
+
+class Bench:
+    """One peer."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = WAYS[peer].peer()
+        self._at = self._nbytes = self._loops = 0
+
+    def prepare(self, situation: str, nbytes: int) -> None:
+        """What was registered before stays so: it lies elsewhere."""
+        self._nbytes = nbytes
+        if situation == "inside":
+            self._at = self._peer.arena(2 * nbytes + 2 * PAGE) + nbytes
+            return
+        self._at = private_memory(2 * nbytes + 2 * PAGE) + PAGE + nbytes
+        if situation == "overlapping":
+            self._peer.hold(self._at, max(nbytes // 2, PAGE))
+        elif situation == "adjacent":
+            self._peer.hold(self._at - nbytes, nbytes)
+        elif situation == "same":
+            self._peer.hold(self._at, nbytes)
+
+    def sample(self) -> float:
+        """Nanoseconds of a pair."""
+        if not self._loops:
+            self._loops = calibrated(self._pairs, BUDGET_NS)
+        return self._pairs(self._loops)
+
+    def _pairs(self, loops: int) -> float:
+        return self._peer.pair_ns(self._at, self._nbytes, loops)
+
+    def count(self, situation: str, nbytes: int, times: int) -> None:
+        """Pairs for a counter to count."""
+        self.prepare(situation, nbytes)
+        self._pairs(times)
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> Result:
+    rounds, sizes = (5, SIZES[:3:2]) if options.quick else (15, SIZES)
+    cases = [(situation, nbytes) for situation in SITUATIONS for nbytes in sizes]
+    rows: list[Row] = []
+    skipped: Skips = []
+    with started(Bench, environments(), skipped) as workers:
+        for i, (situation, nbytes) in enumerate(cases):
+            case = {"situation": situation, "nbytes": nbytes}
+            progress(i / len(cases) / 2, f"{situation}, {terminal.size(nbytes)}")
+            ready = ask_all(workers, skipped, "prepare", **case)
+            for peer, samples in interleave(workers, ready, rounds, "sample").items():
+                rows.append({"peer": peer, **case, "pair_ns": summary(samples)})
+    pages = [row for row in rows if row["nbytes"] == PAGE]
+    for i, row in enumerate(pages):
+        progress(0.5 + i / len(pages) / 2, f"counting: {row['peer']}, {row['situation']}")
+        count(row, options.quick, skipped)
+    return Result(rounds, rows, skipped)
+
+
+def count(row: Row, quick: bool, skipped: Skips) -> None:
+    """The system calls and the instructions of a pair, into its row."""
+    way = WAYS[row["peer"]]
+    request = {"do": "count", "situation": row["situation"], "nbytes": row["nbytes"]}
+    counted = Counted(Bench, {"peer": row["peer"]}, way.environment, request)
+    wanted: dict[str, Any] = {}
+    if row["situation"] == "new" or not quick:
+        wanted["system_calls"] = counted.system_calls
+    if row["situation"] == "new" and not quick:
+        wanted["instructions"] = counted.instructions
+    for measured, how in wanted.items():
+        try:
+            row[measured] = how(TIMES)
+        except Skipped as reason:
+            skipped.append({"peer": row["peer"], "counting": measured, "reason": str(reason)})
+
+
+def plot(document: Document, directory: Path) -> list[Path]:
+    panels = [
+        _plots.Panel(situation, [row for row in document["rows"] if row["situation"] == situation])
+        for situation in ("new", "inside")
+    ]
+    x = _plots.Axis("nbytes", "bytes registered", nbytes=True)
+    y = _plots.Axis("pair_ns", "register + release, ns")
+    return [_plots.lines(directory / "registration.svg", document, panels, x, y, FLOOR)]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main("registration"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import rdmafork
-from rdmafork import _pins
+from rdmafork import _clocks
 
 MITIGATIONS = Path("/sys/devices/system/cpu/vulnerabilities")
 GOVERNOR = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
@@ -37,7 +37,7 @@ def _mitigations() -> dict[str, str]:
 
 def _libibverbs() -> dict[str, Any] | None:
     try:
-        peer = _pins.Libibverbs()
+        peer = _clocks.Libibverbs()
     except OSError:
         return None
     return {"path": peer.path, "rdma_core": peer.version}

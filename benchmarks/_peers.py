@@ -9,18 +9,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import rdmafork
-from rdmafork import _pins
+from rdmafork import _clocks
 
 from ._workers import Environment, Skipped
 
 PAGE = mmap.PAGESIZE
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 MAP_NORESERVE = 0x4000
-MADV_DONTFORK = 10
-
-KEPT: list[mmap.mmap] = []
-libc = ctypes.CDLL(None, use_errno=True)
-libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+KEPT: list[object] = []  # for as long as the process lives
 
 
 def private_memory(nbytes: int) -> int:
@@ -37,8 +33,9 @@ def private_memory(nbytes: int) -> int:
 class Peer:
     """hold() registers for good; pair_ns() times a registration and its release."""
 
-    def hold(self, address: int, nbytes: int) -> None:
-        raise NotImplementedError
+    def hold(self, address: int, nbytes: int, count: int = 1, stride: int = 0) -> tuple[int, int]:
+        """(of count ranges how many could be registered, errno of the next or 0)."""
+        return count, 0
 
     def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
         raise NotImplementedError
@@ -51,34 +48,30 @@ class Peer:
 
 
 class NullCall(Peer):
-    def hold(self, address: int, nbytes: int) -> None:
-        pass
-
     def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
-        return _pins.null_call_ns(loops)
+        return _clocks.null_call_ns(loops)
 
 
 class Madvise(Peer):
-    def hold(self, address: int, nbytes: int) -> None:
-        if libc.madvise(address, nbytes, MADV_DONTFORK):
-            raise OSError(ctypes.get_errno(), "madvise(MADV_DONTFORK)")
+    def hold(self, address: int, nbytes: int, count: int = 1, stride: int = 0) -> tuple[int, int]:
+        return _clocks.madvise_hold(address, nbytes, count, stride)
 
     def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
-        return _pins.madvise_pair_ns(address, nbytes, loops)
+        return _clocks.madvise_pair_ns(address, nbytes, loops)
 
 
 class Libibverbs(Peer):
     def __init__(self) -> None:
         try:
-            self._library = _pins.Libibverbs()
+            self._library = _clocks.Libibverbs()
             self._library.fork_init()
         except OSError as error:
             raise Skipped(error.strerror) from None
         if self._library.status == rdmafork.ForkStatus.UNNEEDED:
             raise Skipped("this libibverbs tracks nothing where the kernel copies pinned pages")
 
-    def hold(self, address: int, nbytes: int) -> None:
-        self._library.hold(address, nbytes)
+    def hold(self, address: int, nbytes: int, count: int = 1, stride: int = 0) -> tuple[int, int]:
+        return self._library.hold(address, nbytes, count, stride)
 
     def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
         return self._library.pair_ns(address, nbytes, loops)
@@ -87,17 +80,16 @@ class Libibverbs(Peer):
 class Engine(Peer):
     def __init__(self) -> None:
         rdmafork.fork_init()
-        self._held: list[object] = []
 
-    def hold(self, address: int, nbytes: int) -> None:
-        self._held.append(rdmafork.register_address(address, nbytes, owner=self))
+    def hold(self, address: int, nbytes: int, count: int = 1, stride: int = 0) -> tuple[int, int]:
+        return _clocks.engine_hold(address, nbytes, count, stride)
 
     def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
-        return _pins.engine_pair_ns(address, nbytes, loops)
+        return _clocks.engine_pair_ns(address, nbytes, loops)
 
     def arena(self, nbytes: int) -> int:
         buffer = rdmafork.Buffer(nbytes)
-        self._held.append(buffer)
+        KEPT.append(buffer)
         return buffer.address
 
 
@@ -110,7 +102,7 @@ class Python(Engine):
         return (perf_counter_ns() - start) / loops
 
 
-class View(NullCall):
+class View(Peer):
     def pair_ns(self, address: int, nbytes: int, loops: int) -> float:
         buffer = (ctypes.c_char * nbytes).from_address(address)
         start = perf_counter_ns()

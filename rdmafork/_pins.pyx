@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Real pins without RDMA hardware, and the clocks to measure them by.
+"""Real pins without RDMA hardware, and what a fork() of them costs.
 
 An io_uring fixed buffer takes the same long-term pins on a process's pages as an
 RDMA memory region, and a fixed read or write moves bytes through those pages as a
@@ -9,18 +9,16 @@ device would. The demo, the tests and the benchmarks stand on this module.
 import errno
 import os
 import resource
-import statistics
 from threading import Lock
 from typing import NamedTuple
 
 from cpython.buffer cimport PyObject_CheckBuffer
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.memoryview cimport PyMemoryView_GET_BUFFER
-from libc.errno cimport errno as c_errno
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
-from rdmafork cimport RF_HELD, RF_OMIT, rf_error, rf_generation, rf_handle, rf_register, rf_release
+from rdmafork cimport rf_generation
 
 from rdmafork._core import InheritedError
 
@@ -456,11 +454,10 @@ def available():
     return None
 
 
-# --- The clocks ---------------------------------------------------------------------
+# --- What a fork costs ---------------------------------------------------------------------
 
 cdef extern from *:
     """
-    #include <dlfcn.h>
     #include <fcntl.h>
     #include <stdlib.h>
     #include <sys/wait.h>
@@ -535,23 +532,7 @@ cdef extern from *:
         return rc;
     }
     """
-    ctypedef struct Dl_info:
-        const char *dli_fname
-
-    enum:
-        RTLD_NOW
-        SYS_getppid
-        MADV_DONTFORK
-        MADV_DOFORK
-
-    int64_t clock_ns() nogil
-    int64_t clock_private_bytes() nogil
     int clock_fork(int weigh, int64_t *ns, int64_t *private_bytes) nogil
-    void *dlopen(const char *name, int flags) nogil
-    void *dlsym(void *library, const char *name) nogil
-    int dladdr(void *address, Dl_info *info) nogil
-    int madvise(void *start, size_t nbytes, int advice) nogil
-    long syscall(long number) nogil
 
 
 class ForkCost(NamedTuple):
@@ -580,145 +561,3 @@ def fork_cost(memory=False):
     if rc > 0:
         raise ChildProcessError(f"the forked child died, wait status {rc:#x}")
     return ForkCost(ns, None if private_bytes < 0 else private_bytes)
-
-
-def null_call_ns(long loops):
-    """Nanoseconds of one system call that does nothing."""
-    cdef int64_t start
-    cdef long _i
-    with nogil:
-        start = clock_ns()
-        for _i in range(loops):
-            syscall(SYS_getppid)
-        start = clock_ns() - start
-    return start / loops
-
-
-def madvise_pair_ns(uintptr_t address, size_t nbytes, long loops):
-    """Nanoseconds of one MADV_DONTFORK and one MADV_DOFORK on whole pages."""
-    cdef int64_t start
-    cdef long _i
-    cdef int rc = 0
-    with nogil:
-        start = clock_ns()
-        for _i in range(loops):
-            rc = (madvise(<void *>address, nbytes, MADV_DONTFORK)
-                  or madvise(<void *>address, nbytes, MADV_DOFORK))
-            if rc:
-                rc = c_errno
-                break
-        start = clock_ns() - start
-    return per_loop(start, loops, rc)
-
-
-def engine_pair_ns(uintptr_t address, size_t nbytes, long loops):
-    """Nanoseconds of one rf_register() of held memory and its rf_release(), from C."""
-    cdef int64_t start
-    cdef long _i
-    cdef int rc = 0
-    cdef rf_handle handle
-    cdef rf_error error
-    with nogil:
-        start = clock_ns()
-        for _i in range(loops):
-            rc = rf_register(<void *>address, nbytes, RF_HELD, RF_OMIT, &handle, &error)
-            if rc >= 0:
-                rc = rf_release(handle, 0)
-            if rc < 0:
-                break
-        start = clock_ns() - start
-    return per_loop(start, loops, -rc if rc < 0 else 0)
-
-
-cdef object per_loop(int64_t ns, long loops, int code):
-    if code:
-        raise OSError(code, os.strerror(code))
-    return ns / loops
-
-
-ctypedef int (*ibv_call)() noexcept nogil
-ctypedef int (*ibv_range_call)(void *, size_t) noexcept nogil
-
-
-cdef class Libibverbs:
-    """libibverbs' own fork support, from the library the dynamic loader finds.
-
-    Raises OSError (ENOENT, ENOSYS) where there is none. Its ibv_fork_init() reads
-    RDMAV_HUGEPAGES_SAFE once a process: compare settings in fresh processes.
-    """
-
-    cdef ibv_call init_call, status_call
-    cdef ibv_range_call dontfork, dofork
-    cdef readonly object path
-
-    def __cinit__(self):
-        cdef Dl_info info
-        cdef void *library
-        with nogil:
-            library = dlopen("libibverbs.so.1", RTLD_NOW)
-        if library is NULL:
-            raise OSError(errno.ENOENT, "libibverbs.so.1 is not installed")
-        self.init_call = <ibv_call>dlsym(library, "ibv_fork_init")
-        self.status_call = <ibv_call>dlsym(library, "ibv_is_fork_initialized")
-        self.dontfork = <ibv_range_call>dlsym(library, "ibv_dontfork_range")
-        self.dofork = <ibv_range_call>dlsym(library, "ibv_dofork_range")
-        if self.init_call is NULL or self.dontfork is NULL or self.dofork is NULL:
-            raise OSError(errno.ENOSYS, "libibverbs.so.1 has no ibv_dontfork_range to call")
-        if dladdr(<void *>self.dontfork, &info):
-            self.path = os.path.realpath(os.fsdecode(info.dli_fname))
-
-    @property
-    def version(self):
-        """The rdma-core release, as in libibverbs.so.1.14.44.0, or None."""
-        parts = os.path.basename(self.path or "").partition(".so.")[2].split(".")
-        return int(parts[2]) if len(parts) >= 3 and parts[2].isdigit() else None
-
-    @property
-    def status(self):
-        """ibv_is_fork_initialized(): 0 disabled, 1 enabled, 2 unneeded; None if too old."""
-        return None if self.status_call is NULL else self.status_call()
-
-    def fork_init(self):
-        cdef int rc = self.init_call()
-        if rc:
-            raise OSError(rc, f"ibv_fork_init: {os.strerror(rc)}")
-
-    def hold(self, uintptr_t address, size_t nbytes):
-        """ibv_dontfork_range(). Raises OSError."""
-        cdef int rc = self.dontfork(<void *>address, nbytes)
-        if rc:
-            rc = c_errno if rc < 0 else rc
-            raise OSError(rc, f"ibv_dontfork_range: {os.strerror(rc)}")
-
-    def pair_ns(self, uintptr_t address, size_t nbytes, long loops):
-        """Nanoseconds of one ibv_dontfork_range() and its ibv_dofork_range()."""
-        cdef int64_t start
-        cdef long _i
-        cdef int rc = 0
-        with nogil:
-            start = clock_ns()
-            for _i in range(loops):
-                rc = (self.dontfork(<void *>address, nbytes)
-                      or self.dofork(<void *>address, nbytes))
-                if rc:
-                    rc = c_errno if rc < 0 else rc
-                    break
-            start = clock_ns() - start
-        return per_loop(start, loops, rc)
-
-
-def medians(clocks, rounds=15, budget_ns=2_000_000):
-    """The median of every clock over interleaved rounds: {name: ns}.
-
-    clocks maps a name to a callable that takes a number of loops and returns ns a loop.
-    Each round runs every clock for about budget_ns, so that all meet the same noise.
-    """
-    loops = {}
-    for name, clock in clocks.items():
-        clock(3)  # the first call pays for page faults and for splitting the VMA
-        loops[name] = max(3, min(1_000_000, int(budget_ns / max(clock(10), 1))))
-    seen = {name: [] for name in clocks}
-    for _ in range(rounds):
-        for name, clock in clocks.items():
-            seen[name].append(clock(loops[name]))
-    return {name: statistics.median(values) for name, values in seen.items()}

@@ -15,7 +15,7 @@ from test_devices import as_nobody, forbid, port, tmp_path, tree, vendors
 from test_pins import forbid_io_uring
 
 import rdmafork
-from rdmafork import _pins
+from rdmafork import _clocks, _pins
 from rdmafork.cli import doctor_limits, doctor_process, doctor_rdma, machine, main
 from rdmafork.cli.doctor_process import Mapping
 
@@ -133,7 +133,7 @@ def test_under_a_launcher_every_line_says_whose_it_is(env, prefix):
 
 def libibverbs_path():
     try:
-        return _pins.Libibverbs().path
+        return _clocks.Libibverbs().path
     except OSError as error:
         pytest.skip(f"libibverbs is not installed: {error}")
 
@@ -375,7 +375,7 @@ def test_the_trap_of_zero(capsys, monkeypatch):
 def test_the_trap_of_zero_is_as_doctor_says(value):
     """libibverbs of rdma-core 40 and later: only 0 means no, and its tracker tells."""
     path = libibverbs_path()
-    version = _pins.Libibverbs().version
+    version = _clocks.Libibverbs().version
     if version is None:
         pytest.skip(f"the version of {path} cannot be known")
     if version >= 51 and rdmafork.kernel_info().copy_on_fork:

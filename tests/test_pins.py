@@ -388,31 +388,7 @@ def test_the_limit_of_locked_memory_is_named():
     assert "RLIMIT_MEMLOCK is 0 KiB" in _pins.available()
 
 
-# ---- the clocks -------------------------------------------------------------------------
-
-
-def test_clocks_tell_a_system_call_from_none():
-    _, address = filled(64 * PAGE)
-    at = address + 32 * PAGE
-    clocks = {
-        "null": _pins.null_call_ns,
-        "madvise": lambda loops: _pins.madvise_pair_ns(at, PAGE, loops),
-    }
-    seen = _pins.medians(clocks, rounds=5, budget_ns=100_000)
-    assert 0 < seen["null"] < seen["madvise"]
-    with pytest.raises(OSError):
-        _pins.madvise_pair_ns(at + 1, PAGE, 3)
-
-
-@fresh
-def test_the_engine_can_be_timed_from_c():
-    rdmafork.fork_init()
-    _, address = filled(64 * PAGE)
-    assert _pins.engine_pair_ns(address, PAGE, 100) > 0
-    assert rdmafork.stats().registrations == 0
-    with pytest.raises(OSError) as caught:
-        _pins.engine_pair_ns(2**64 - PAGE, 2 * PAGE, 1)
-    assert caught.value.errno == errno.EOVERFLOW
+# ---- what a fork costs -----------------------------------------------------------------
 
 
 def test_forks_are_of_libc_and_run_handlers():
@@ -432,15 +408,3 @@ def test_shared_memory_is_not_the_childs_own():
     memory, _ = shared_map(1024 * PAGE)
     memory[:] = b"s" * len(memory)
     assert _pins.fork_cost(memory=True).private_nbytes < 500 * PAGE
-
-
-@fresh
-def test_libibverbs_own_engine_can_be_timed():
-    try:
-        peer = _pins.Libibverbs()
-    except OSError as error:
-        pytest.skip(f"no libibverbs to compare with: {error}")
-    peer.fork_init()
-    _, address = filled(64 * PAGE)
-    assert peer.pair_ns(address + 32 * PAGE, PAGE, 10) > 0
-    assert peer.path and peer.status in (0, 1, 2, None)

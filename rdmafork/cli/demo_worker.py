@@ -21,7 +21,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import rdmafork
-from rdmafork import _pins
+from rdmafork import _clocks, _pins
 
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 HUGETLB: int = getattr(mmap, "MAP_HUGETLB", 0x40000)
@@ -93,7 +93,7 @@ class Worker:
         self._pins: _pins.Pins | None = None
         self._rest: mmap.mmap | None = None
         self._few_pages: mmap.mmap | None = None
-        self._peer: _pins.Libibverbs | None = None
+        self._peer: _clocks.Libibverbs | None = None
 
     def init(self, mode: str) -> str | None:
         """Start the engine, as a program does; the mode it chose."""
@@ -154,7 +154,7 @@ class Worker:
 
     def libibverbs(self) -> dict[str, Any]:
         """Start libibverbs' own engine: the clocks of this worker are its."""
-        self._peer = _pins.Libibverbs()
+        self._peer = _clocks.Libibverbs()
         self._peer.fork_init()
         return {
             "path": self._peer.path,
@@ -168,19 +168,19 @@ class Worker:
             self._few_pages = private_memory(1024 * mmap.PAGESIZE)
         at, page = address_of(self._few_pages) + 512 * mmap.PAGESIZE, mmap.PAGESIZE
         clocks: dict[str, Callable[[int], float]] = {
-            "madvise_pair": lambda loops: _pins.madvise_pair_ns(at, page, loops)
+            "madvise_pair": lambda loops: _clocks.madvise_pair_ns(at, page, loops)
         }
         if self._peer:
             peer = self._peer
             clocks["c"] = lambda loops: peer.pair_ns(at, page, loops)
-            return _pins.medians(clocks, rounds=1)
+            return _clocks.medians(clocks, rounds=1)
         # The page itself as an object: a view of a view would be another measure.
         buffer = (ctypes.c_char * page).from_buffer(self._few_pages, 512 * page)
-        clocks["c"] = lambda loops: _pins.engine_pair_ns(at, page, loops)
+        clocks["c"] = lambda loops: _clocks.engine_pair_ns(at, page, loops)
         clocks["python"] = lambda loops: python_ns(register_loop, buffer, loops)
         clocks["memoryview"] = lambda loops: python_ns(release_loop, buffer, loops)
-        clocks["null_call"] = _pins.null_call_ns
-        return _pins.medians(clocks, rounds=1)
+        clocks["null_call"] = _clocks.null_call_ns
+        return _clocks.medians(clocks, rounds=1)
 
     def system_calls(self, pairs: int) -> int:
         """Those the engine made for some pairs of register + close."""

@@ -76,11 +76,11 @@ def engine() -> dict[str, Any]:
 
 def libibverbs() -> dict[str, Any]:
     """What does its ibv_fork_init() do here?"""
-    from rdmafork import _pins
+    from rdmafork import _clocks
 
     # First: this says why where it cannot be loaded.
     library = ctypes.CDLL("libibverbs.so.1", use_errno=True)
-    peer = _pins.Libibverbs()
+    peer = _clocks.Libibverbs()
     before = peer.status
     code = library.ibv_fork_init()
     memory = _private_page()

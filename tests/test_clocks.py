@@ -1,0 +1,76 @@
+"""The clocks the demo and the benchmarks stand on tell the truth: see rdmafork/_clocks.pyx."""
+
+import errno
+
+import pytest
+from conftest import PAGE, fresh, map_at, marked, private_map, run, unmap, write
+
+import rdmafork
+from rdmafork import _clocks
+
+
+def test_clocks_tell_a_system_call_from_none():
+    memory, address = private_map(64 * PAGE)
+    memory[0] = 1
+    at = address + 32 * PAGE
+    clocks = {
+        "null": _clocks.null_call_ns,
+        "madvise": lambda loops: _clocks.madvise_pair_ns(at, PAGE, loops),
+    }
+    seen = _clocks.medians(clocks, rounds=5, budget_ns=100_000)
+    assert 0 < seen["null"] < seen["madvise"]
+    with pytest.raises(OSError):
+        _clocks.madvise_pair_ns(at + 1, PAGE, 3)
+
+
+@fresh
+def test_the_engine_can_be_timed_from_c():
+    rdmafork.fork_init()
+    memory, address = private_map(64 * PAGE)
+    memory[0] = 1
+    assert _clocks.engine_pair_ns(address, PAGE, 100) > 0
+    assert rdmafork.stats().registrations == 0
+    with pytest.raises(OSError) as caught:
+        _clocks.engine_pair_ns(2**64 - PAGE, 2 * PAGE, 1)
+    assert caught.value.errno == errno.EOVERFLOW
+
+
+@fresh
+def test_libibverbs_own_engine_can_be_timed():
+    try:
+        peer = _clocks.Libibverbs()
+    except OSError as error:
+        pytest.skip(f"no libibverbs to compare with: {error}")
+    peer.fork_init()
+    memory, address = private_map(64 * PAGE)
+    memory[0] = 1
+    assert peer.pair_ns(address + 32 * PAGE, PAGE, 10) > 0
+    assert peer.path and peer.status in (0, 1, 2, None)
+
+
+def _engine():
+    rdmafork.fork_init("eager")
+    return _clocks.engine_hold
+
+
+def _libibverbs():
+    try:
+        peer = _clocks.Libibverbs()
+    except OSError as error:
+        pytest.skip(f"no libibverbs to compare with: {error}")
+    peer.fork_init()
+    return peer.hold
+
+
+@pytest.mark.parametrize("name", ["madvise", "engine", "libibverbs"])
+def test_what_is_held_stays_marked_and_the_first_refusal_is_told(name):
+    run(_hold_every_second_page, name)
+
+
+def _hold_every_second_page(name):
+    hold = {"madvise": lambda: _clocks.madvise_hold, "engine": _engine, "libibverbs": _libibverbs}
+    address = map_at(0, 16 * PAGE)
+    write(address, b"x")
+    unmap(address + 8 * PAGE, 8 * PAGE)
+    assert hold[name]()(address, PAGE, 6, 2 * PAGE) == (4, errno.ENOMEM)
+    assert marked(address, 8 * PAGE) == [address + i * PAGE for i in (0, 2, 4, 6)]

@@ -156,25 +156,25 @@ def write(documents: list[Document], file: str) -> None:
 def run_all(wanted: Sequence[str], argv: Sequence[str], options: argparse.Namespace) -> int:
     """Run these benchmarks, show, draw and write what they say. The exit status."""
     documents, failed = [], False
-    try:
-        if options.plot:
+    if options.plot:
+        try:
             require()  # before minutes of measuring
-        for name in wanted:
-            try:
-                documents.append(run(name, argv))
-            except (WorkerError, OSError) as error:
-                print(f"{name} failed: {error}", file=sys.stderr)
-                failed = True
-                continue
-            if options.json != "-":
-                print(show(documents[-1]), end="\n\n")
-            if options.plot:
-                print(*draw(documents[-1], options.plot), sep="\n", file=sys.stderr)
-    except NoPlots as error:
-        print(error, file=sys.stderr)
-        return 2
+        except NoPlots as error:
+            print(error, file=sys.stderr)
+            return 2
+    for name in wanted:
+        try:
+            documents.append(run(name, argv))
+        except (WorkerError, OSError) as error:
+            print(f"{name} failed: {error}", file=sys.stderr)
+            failed = True
+            continue
+        if options.json != "-":
+            print(show(documents[-1]), end="\n\n")
     if options.json and documents:
         write(documents, options.json)
+    for document in documents if options.plot else []:
+        print(*draw(document, options.plot), sep="\n", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -3,8 +3,9 @@
 matplotlib is imported where something is drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rdmafork.cli import terminal
@@ -43,6 +44,7 @@ class NoPlots(Exception):
 class Panel(NamedTuple):
     title: str
     rows: list[Row]
+    notes: Mapping[str, str] = MappingProxyType({})  #: what to say behind a peer's name
 
 
 class Axis(NamedTuple):
@@ -50,6 +52,7 @@ class Axis(NamedTuple):
     label: str
     log: bool = True
     nbytes: bool = False  #: ticks are sizes
+    unit: float = 1  #: of the label, in that of the rows: 1e6 makes nanoseconds milliseconds
 
 
 def require() -> None:
@@ -65,6 +68,10 @@ def middle(value: Any) -> float:
     return float(value["median"] if isinstance(value, dict) else value)
 
 
+def quartiles(value: Any) -> tuple[float, float]:
+    return value["quartiles"] if isinstance(value, dict) else (value, value)
+
+
 def lines(
     path: Path, document: dict[str, Any], panels: Sequence[Panel], x: Axis, y: Axis, floor: str
 ) -> Path:
@@ -74,6 +81,7 @@ def lines(
     matplotlib.use("agg")
     from matplotlib import pyplot
 
+    panels = [p._replace(rows=[row for row in p.rows if y.key in row]) for p in panels]
     peers = list(dict.fromkeys(row["peer"] for panel in panels for row in panel.rows))
     colours = coloured(peers, floor)
     with matplotlib.rc_context(STYLE):
@@ -85,7 +93,8 @@ def lines(
             for peer in dict.fromkeys(row["peer"] for row in panel.rows):
                 rows = [row for row in panel.rows if row["peer"] == peer]
                 dash = "--" if peer == floor else "-"
-                ends.append((axis, peer, *one_line(axis, rows, x, y, colours[peer], dash)))
+                name = peer + panel.notes.get(peer, "")
+                ends.append((axis, name, *one_line(axis, rows, x, y, colours[peer], dash)))
         axes[0][0].set_ylabel(y.label)
         figure.tight_layout(rect=(0, 0.05, 1, 1), w_pad=max(map(len, peers)) * 0.45)
         for axis in axes[0]:
@@ -122,12 +131,12 @@ def one_line(
     axis: Any, rows: list[Row], x: Axis, y: Axis, colour: str, dash: str
 ) -> tuple[float, float, str]:
     """Draws a peer; where its line ends, and its colour."""
-    rows = sorted((row for row in rows if row.get(y.key) is not None), key=lambda row: row[x.key])
-    xs, ys = [row[x.key] for row in rows], [middle(row[y.key]) for row in rows]
-    spread = [row[y.key]["quartiles"] for row in rows if isinstance(row[y.key], dict)]
+    rows = sorted(rows, key=lambda row: row[x.key])
+    xs, ys = [row[x.key] for row in rows], [middle(row[y.key]) / y.unit for row in rows]
+    spread = [quartiles(row[y.key]) for row in rows]
     axis.plot(xs, ys, marker="o", color=colour, linestyle=dash)
-    if len(spread) == len(xs):
-        axis.fill_between(xs, *zip(*spread, strict=True), color=colour, alpha=0.15, linewidth=0)
+    low, high = ([quartile / y.unit for quartile in ends] for ends in zip(*spread, strict=True))
+    axis.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
     return xs[-1], ys[-1], colour
 
 
@@ -147,6 +156,7 @@ def label(axis: Any, ends: list[tuple[str, float, float, str]]) -> None:
             color=colour,
             va="center",
             annotation_clip=False,
+            bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5},
         )
 
 

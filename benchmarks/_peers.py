@@ -1,8 +1,9 @@
 """Who registers memory: the ways that are compared, each to be tried in a process of its own."""
 
+import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from time import perf_counter_ns
 from types import MappingProxyType
@@ -10,24 +11,34 @@ from typing import NamedTuple
 
 import rdmafork
 from rdmafork import _clocks
+from rdmafork.cli import machine, terminal
 
 from ._workers import Environment, Skipped
 
 PAGE = mmap.PAGESIZE
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 MAP_NORESERVE = 0x4000
+TOGETHER = 2 << 30  # bytes that all peers may take at once
 KEPT: list[object] = []  # for as long as the process lives
 
 
 def private_memory(nbytes: int) -> int:
-    """The address of private memory that stays mapped until this process ends.
+    """The address of private memory on base pages that stays mapped until this process ends.
 
     One byte is written before anything splits the mapping: its parts can merge again.
     """
     memory = mmap.mmap(-1, nbytes, flags=PRIVATE | MAP_NORESERVE)
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
     memory[0] = 1
     KEPT.append(memory)
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def touch(start: int, nbytes: int, step: int = PAGE) -> None:
+    """Make a page every so many bytes present."""
+    for at in range(start, start + nbytes, step):
+        ctypes.memset(at, 1, 1)
 
 
 class Peer:
@@ -88,7 +99,7 @@ class Engine(Peer):
         return _clocks.engine_pair_ns(address, nbytes, loops)
 
     def arena(self, nbytes: int) -> int:
-        buffer = rdmafork.Buffer(nbytes)
+        buffer = rdmafork.Buffer(nbytes, page_size=PAGE)
         KEPT.append(buffer)
         return buffer.address
 
@@ -137,6 +148,20 @@ def environments(*names: str) -> dict[str, Environment]:
 
 
 def calibrated(pair_ns: Callable[[int], float], budget_ns: int) -> int:
-    """The loops that take so long; the first pay for page faults and for splitting the VMA."""
-    pair_ns(3)
-    return max(3, min(1_000_000, int(budget_ns / max(pair_ns(10), 1))))
+    """The loops that take so long; the first pays for page faults and for splitting the VMA."""
+    if pair_ns(1) > budget_ns:
+        return 1
+    return max(1, min(1_000_000, int(budget_ns / max(pair_ns(3), 1))))
+
+
+def in_turns(peers: Iterable[str], nbytes_each: int) -> list[list[str]]:
+    """All peers at once, or one after the other where their memory would be too much."""
+    names = list(peers)
+    return [names] if len(names) * nbytes_each <= TOGETHER else [[name] for name in names]
+
+
+def available(nbytes: int) -> None:
+    """Raises Skipped where a peer cannot have so much memory, and a fork copy it."""
+    free = machine.memory_available()
+    if 2 * nbytes > free * 3 // 4:
+        raise Skipped(f"{terminal.size(2 * nbytes)} are needed, {terminal.size(free)} available")

@@ -37,7 +37,8 @@ MEASURES = {
 SITUATIONS = ("new", "overlapping", "adjacent", "inside", "same")
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
 BUDGET_NS = 2_000_000
-TIMES = 100  # pairs that are counted
+MARGIN = 32 << 20  # around the range: its mapping lies alike whatever its size
+COUNTED_NS, MOST_PAIRS = 10_000_000, 20_000  # the pairs that are counted take so long
 
 
 class Bench:
@@ -51,9 +52,9 @@ class Bench:
         """What was registered before stays so: it lies elsewhere."""
         self._nbytes = nbytes
         if situation == "inside":
-            self._at = self._peer.arena(2 * nbytes + 2 * PAGE) + nbytes
+            self._at = self._peer.arena(nbytes + 2 * MARGIN) + MARGIN
             return
-        self._at = private_memory(2 * nbytes + 2 * PAGE) + PAGE + nbytes
+        self._at = private_memory(2 * nbytes + 2 * MARGIN) + MARGIN + nbytes
         if situation == "overlapping":
             self._peer.hold(self._at, max(nbytes // 2, PAGE))
         elif situation == "adjacent":
@@ -100,6 +101,7 @@ def count(row: Row, quick: bool, skipped: Skips) -> None:
     way = WAYS[row["peer"]]
     request = {"do": "count", "situation": row["situation"], "nbytes": row["nbytes"]}
     counted = Counted(Bench, {"peer": row["peer"]}, way.environment, request)
+    times = min(int(COUNTED_NS / row["pair_ns"]["median"]), MOST_PAIRS)
     wanted: dict[str, Any] = {}
     if row["situation"] == "new" or not quick:
         wanted["system_calls"] = counted.system_calls
@@ -107,7 +109,7 @@ def count(row: Row, quick: bool, skipped: Skips) -> None:
         wanted["instructions"] = counted.instructions
     for measured, how in wanted.items():
         try:
-            row[measured] = how(TIMES)
+            row[measured] = how(times)
         except Skipped as reason:
             skipped.append({"peer": row["peer"], "counting": measured, "reason": str(reason)})
 

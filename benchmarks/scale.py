@@ -3,7 +3,7 @@
 python -m rdmafork.benchmarks.scale [--quick] [--json FILE] [--plot DIR]
 
 So many registrations are made and kept, of pages that are present and, where io_uring allows it,
-pinned. "arena": pieces of 64 KiB inside one registered arena of 256 MiB, each 256 bytes behind the
+pinned. "arena": pieces of 64 KiB inside one registered arena of 64 MiB, each 64 bytes behind the
 one before. "isolated": every second page of a stretch of memory. Measured then, with all of them
 live: nanoseconds of one more register + release, before a fork and after; the memory that each
 took, as the process grew and, for rdmafork, as its own tables are counted; fork(), the first one,
@@ -53,7 +53,8 @@ MEASURES = {
 FLOOR = "left to the kernel"
 MARKING = ("libibverbs", "rdmafork eager", "rdmafork lazy")
 PEERS = {FLOOR: Way(Peer)} | {name: WAYS[name] for name in MARKING}
-ARENA, PIECE, STEP = 256 << 20, 64 << 10, 256
+ARENA, PIECE, STEP = 64 << 20, 64 << 10, 64
+COUNTS, QUICK = (1, 1_000, 10_000, 100_000, 1_000_000), (1, 1_000, 40_000)
 PIN_ENTRIES = 1 << 14  # the most of one io_uring
 ENOUGH = 1_000  # registrations to divide their memory by
 BUDGET_NS = 2_000_000
@@ -123,8 +124,12 @@ def resident_bytes() -> int:
     return int((machine.field("/proc/self/status", "RssAnon") or "0").split()[0]) << 10
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--live", type=int, nargs="+", metavar="N", help="rather than 1 to 1000000")
+
+
 def measure(options: argparse.Namespace, progress: Progress) -> Result:
-    counts = (1, 1_000, 40_000) if options.quick else (1, 1_000, 10_000, 100_000, 1_000_000)
+    counts = options.live or (QUICK if options.quick else COUNTS)
     rounds = 5 if options.quick else 9
     skipped: Skips = []
     rows: list[Row] = []

@@ -53,8 +53,8 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.{name}")
 
 
-def question(module: ModuleType) -> str:
-    return (module.__doc__ or "").splitlines()[0]
+def question(name: str) -> str:
+    return (load(name).__doc__ or "").splitlines()[0]
 
 
 def rounded(value: float) -> float:
@@ -117,7 +117,7 @@ def run(name: str, argv: Sequence[str]) -> Document:
     add_ratios(module, result.rows)
     return {
         "benchmark": name,
-        "question": question(module),
+        "question": question(name),
         "command": shlex.join(["python", "-m", module.__name__, *argv]),
         "commit": rdmafork.__version__,
         "machine": machine,

@@ -1,0 +1,61 @@
+"""rdmafork bench: what registrations and forks cost here, beside every peer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rdmafork.benchmarks import _harness
+from rdmafork.cli import terminal
+
+
+def _listed() -> str:
+    names = _harness.names()
+    width = max(map(len, names))
+    lines = [
+        line
+        for name in names
+        for line in terminal.wrap(
+            _harness.question(name), " " * (width + 4), first=f"  {name:{width}}  "
+        )
+    ]
+    return "\n".join(lines)
+
+
+DESCRIPTION = f"""\
+Measures on this machine what the manuals warn of: what it costs to register
+memory, and to fork with it, without any protection, with libibverbs' and with
+rdmafork's. Without a name it asks every question:
+
+{_listed()}
+
+What this machine does not have is skipped, and said.
+"""
+
+EPILOG = """\
+examples:
+  rdmafork bench --quick                     all of them, in a minute or two
+  rdmafork bench registration                one in full, as a table
+  rdmafork bench --json all.json --plot .    everything, to keep and to look at
+
+Each is a program as well, some with options of their own:
+  python -m rdmafork.benchmarks.registration --help
+
+Exit status: 0 all ran, 1 one failed, 2 it could not begin.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="*", metavar="NAME", help="of those above")
+    _harness.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    names = _harness.names()
+    for name in args.name:
+        if name not in names:
+            print(f"rdmafork bench: {name} is none of {', '.join(names)}", file=sys.stderr)
+            return 2
+    argv = ["--quick"] if args.quick else []
+    status: int = _harness.run_all(args.name or names, argv, args)
+    return status

@@ -1,0 +1,183 @@
+"""Benchmarks measure what they say, each peer apart, and tell what they leave out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import environment
+
+import rdmafork
+from rdmafork.benchmarks import _harness, _workers
+
+NAMES = ("registration", "address_space", "scale", "threads")
+try:
+    import matplotlib
+
+    del matplotlib
+    WITHOUT_FIGURES = None
+except ImportError as error:
+    WITHOUT_FIGURES = f"figures cannot be drawn: {error}"
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """documents(name): the JSON of a quick run."""
+    directory = tmp_path_factory.mktemp("benchmarks")
+
+    def measured(name):
+        file = directory / f"{name}.json"
+        if not file.exists():
+            module = f"rdmafork.benchmarks.{name}"
+            arguments = [sys.executable, "-m", module, "--quick", "--json", str(file)]
+            done = subprocess.run(arguments, env=environment({}), capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            assert all(peer in done.stdout for peer in peers(json.loads(file.read_text())))
+        return json.loads(file.read_text())
+
+    return measured
+
+
+def peers(document):
+    return {row["peer"] for row in document["rows"]}
+
+
+# ---- every benchmark --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_result_is_complete(documents, name):
+    document, module = documents(name), _harness.load(name)
+    assert document["benchmark"] == name and document["question"].endswith("?")
+    assert document["command"].startswith(f"python -m rdmafork.benchmarks.{name} --quick")
+    assert document["commit"] == rdmafork.__version__ and document["rounds"] >= 3
+    assert document["machine"]["kernel"]["release"] == os.uname().release
+    for row in document["rows"]:
+        assert {"peer", *module.PARAMETERS} <= row.keys(), row
+        assert any(measure in row for measure in module.MEASURES), row
+    for skip in document["skipped"]:
+        assert skip["reason"] and skip.keys() - {"reason"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_medians_lie_between_quartiles_and_ratios_are_of_medians(documents, name):
+    document, module = documents(name), _harness.load(name)
+    rows = document["rows"]
+    compared = 0
+    for row in rows:
+        for measure in module.MEASURES:
+            if not isinstance(row.get(measure), dict):
+                continue
+            low, high = row[measure]["quartiles"]
+            assert low <= row[measure]["median"] <= high
+            floor = [
+                other[measure]["median"]
+                for other in rows
+                if other["peer"] == module.FLOOR
+                and all(other[key] == row[key] for key in module.PARAMETERS)
+                and measure in other
+            ]
+            assert ("to_floor" in row[measure]) == bool(floor)
+            if floor:
+                compared += 1
+                ratio = row[measure]["median"] / floor[0]
+                assert row[measure]["to_floor"] == pytest.approx(ratio, rel=1e-3)
+    assert compared > len(module.PARAMETERS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_peer_is_measured_or_skipped_with_a_reason(documents, name):
+    document = documents(name)
+    ways = {"libibverbs", "rdmafork eager", "rdmafork lazy"}
+    assert ways <= peers(document) | {skip.get("peer") for skip in document["skipped"]}
+
+
+@pytest.mark.skipif(WITHOUT_FIGURES is not None, reason=str(WITHOUT_FIGURES))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_result_can_be_drawn_again(documents, name, tmp_path):
+    files = _harness.draw(documents(name), tmp_path)
+    assert files and all(file.read_text().rstrip().endswith("</svg>") for file in files)
+    text = files[0].read_text()
+    assert "rdmafork lazy" in text and os.uname().release in text
+
+
+# ---- what they found --------------------------------------------------------------------
+
+
+def rows(document, **wanted):
+    return [row for row in document["rows"] if all(row[k] == v for k, v in wanted.items())]
+
+
+def test_system_calls_are_counted(documents):
+    document = documents("registration")
+    if any(skip.get("counting") == "system_calls" for skip in document["skipped"]):
+        pytest.skip(str(document["skipped"]))
+    page = {row["peer"]: row for row in rows(document, situation="new", nbytes=4096)}
+    counted = {peer: round(row["system_calls"]) for peer, row in page.items()}
+    assert counted["null system call"] == 1 and counted["madvise pair"] == 2
+    assert counted["rdmafork lazy"] == counted["memoryview, Python"] == 0
+    assert counted["rdmafork eager"] == 2
+
+
+def test_what_marks_pages_at_once_ends_at_the_limit_of_mappings(documents):
+    document = documents("scale")
+    limit = rdmafork.kernel_info().max_map_count
+    for row in rows(document, peer="libibverbs", layout="isolated", live=40_000):
+        assert row["reached"] < limit and "fork_ns" not in row
+        assert any(skip.get("live") == 40_000 for skip in document["skipped"])
+    for row in rows(document, peer="rdmafork lazy"):
+        assert row["reached"] == row["live"]
+
+
+# ---- the frame --------------------------------------------------------------------------
+
+
+class Obliging:
+    def __init__(self, peer):
+        self.peer = peer
+        if peer == "absent":
+            raise _workers.Skipped("it is not installed")
+
+    def sample(self):
+        return os.getpid()
+
+    def variables(self):
+        return sorted(name for name in os.environ if name.startswith("RDMA"))
+
+    def fail(self, wanted):
+        raise ValueError(f"no {wanted}")
+
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_each_peer_has_a_process_and_an_environment_of_its_own(monkeypatch):
+    monkeypatch.setenv("RDMAFORK_MODE", "eager")
+    with _workers.started(Obliging, {"a": {"RDMAV_X": "1"}, "b": {}}, []) as workers:
+        pids = _workers.interleave(workers, workers, 3, "sample")
+        assert workers["a"].ask("variables") == ["RDMAV_X"]
+        assert workers["b"].ask("variables") == []
+    assert len(set(pids["a"])) == len(set(pids["b"])) == 1
+    assert len({os.getpid(), *pids["a"], *pids["b"]}) == 3
+
+
+def test_a_peer_that_is_absent_is_skipped_and_the_others_go_on():
+    skipped = []
+    with _workers.started(Obliging, {"absent": {}, "there": {}}, skipped) as workers:
+        assert list(workers) == ["there"]
+    assert skipped == [{"peer": "absent", "reason": "it is not installed"}]
+
+
+def test_a_failure_says_whose_at_what_and_how():
+    with _workers.started(Obliging, {"a": {}}, []) as workers:
+        with pytest.raises(_workers.WorkerError, match=r"a, at fail\(wanted=9\): ValueError: no 9"):
+            workers["a"].ask("fail", wanted=9)
+        with pytest.raises(_workers.WorkerError, match=r"a, at die\(\): .* SIGKILL"):
+            workers["a"].ask("die")
+
+
+def test_one_sample_is_its_own_quartiles():
+    assert _harness.summary([3.0]) == {"median": 3.0, "quartiles": [3.0, 3.0]}
+    assert _harness.summary([1, 2, 3, 4, 5]) == {"median": 3, "quartiles": [2, 4]}

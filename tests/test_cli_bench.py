@@ -1,0 +1,60 @@
+"""rdmafork bench runs what it is asked to, and writes what it measured."""
+
+import json
+
+from test_cli import command
+
+from rdmafork.benchmarks import _harness, _workers
+from rdmafork.cli import bench, main
+
+
+def test_a_name_that_is_none_is_told_with_those_that_are():
+    done = command("bench", "registrations")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "registrations is none of" in done.stderr and "registration," in done.stderr
+
+
+def test_help_asks_every_question():
+    for name in _harness.names():
+        assert f"  {name} " in bench.DESCRIPTION
+
+
+def test_several_are_shown_and_their_json_is_a_list(tmp_path):
+    file = tmp_path / "all.json"
+    done = command("bench", "threads", "address_space", "--quick", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    names = [document["benchmark"] for document in json.loads(file.read_text())]
+    assert names == ["threads", "address_space"]
+    for name in names:
+        assert _harness.question(name) in done.stdout
+
+
+def test_json_alone_is_all_that_is_printed():
+    done = command("bench", "threads", "--quick", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["benchmark"] == "threads"
+    assert "threads: " in done.stderr  # how far it is
+
+
+def test_one_that_fails_does_not_stop_the_others(monkeypatch, capsys):
+    ran = []
+
+    def run(name, argv):
+        ran.append(name)
+        raise _workers.WorkerError("rdmafork lazy, at sample(): SIGSEGV")
+
+    monkeypatch.setattr(_harness, "run", run)
+    assert main(["bench", "threads", "scale"]) == 1
+    assert ran == ["threads", "scale"]
+    assert capsys.readouterr().err.splitlines() == [
+        "threads failed: rdmafork lazy, at sample(): SIGSEGV",
+        "scale failed: rdmafork lazy, at sample(): SIGSEGV",
+    ]
+
+
+def test_figures_without_matplotlib_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = command("bench", "threads", "--plot", str(tmp_path / "figures"))
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("pip install 'rdmafork[bench]'")

@@ -19,9 +19,8 @@ import json
 import os
 import pkgutil
 import shlex
-import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,6 +28,8 @@ from typing import Any, NamedTuple
 import rdmafork
 
 from ._facts import facts, in_words
+from ._measures import median, rounded
+from ._measures import summary as summary
 from ._plots import NoPlots, require
 from ._progress import Progress
 from ._tables import table
@@ -57,25 +58,6 @@ def question(name: str) -> str:
     return (load(name).__doc__ or "").splitlines()[0]
 
 
-def rounded(value: float) -> float:
-    """To four digits: the others are noise."""
-    return float(f"{value:.4g}")
-
-
-def summary(samples: Iterable[float]) -> dict[str, Any]:
-    """The median of samples, and the quartiles around it."""
-    values = list(samples)
-    low, middle, high = (
-        statistics.quantiles(values, method="inclusive") if len(values) > 1 else values * 3
-    )
-    return {"median": rounded(middle), "quartiles": [rounded(low), rounded(high)]}
-
-
-def median(row: Row, measure: str) -> float | None:
-    value = row.get(measure)
-    return value["median"] if isinstance(value, dict) else value
-
-
 def add_ratios(module: ModuleType, rows: list[Row]) -> None:
     """To each summary the ratio of its median to the floor's, of the same parameters."""
 
@@ -85,9 +67,9 @@ def add_ratios(module: ModuleType, rows: list[Row]) -> None:
     floors = {situation(row): row for row in rows if row["peer"] == module.FLOOR}
     for row in rows:
         for measure in module.MEASURES:
-            floor = median(floors.get(situation(row), {}), measure)
+            floor = floors.get(situation(row), {}).get(measure)
             if floor and isinstance(row.get(measure), dict):
-                row[measure]["to_floor"] = rounded(row[measure]["median"] / floor)
+                row[measure]["to_floor"] = rounded(row[measure]["median"] / median(floor))
 
 
 def parser(name: str) -> argparse.ArgumentParser:
@@ -173,8 +155,9 @@ def run_all(wanted: Sequence[str], argv: Sequence[str], options: argparse.Namesp
             print(show(documents[-1]), end="\n\n")
     if options.json and documents:
         write(documents, options.json)
-    for document in documents if options.plot else []:
-        print(*draw(document, options.plot), sep="\n", file=sys.stderr)
+    for document in documents:
+        if options.plot and document["rows"]:
+            print(*draw(document, options.plot), sep="\n", file=sys.stderr)
     return 1 if failed else 0
 
 

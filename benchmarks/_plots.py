@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from rdmafork.cli import terminal
 
 from ._facts import in_words
+from ._measures import median, quartiles
 
 Row = dict[str, Any]
 
@@ -62,14 +63,6 @@ def require() -> None:
         raise NoPlots(
             "figures need matplotlib, which is not installed: pip install 'rdmafork[bench]'"
         ) from None
-
-
-def middle(value: Any) -> float:
-    return float(value["median"] if isinstance(value, dict) else value)
-
-
-def quartiles(value: Any) -> tuple[float, float]:
-    return value["quartiles"] if isinstance(value, dict) else (value, value)
 
 
 def lines(
@@ -132,7 +125,7 @@ def one_line(
 ) -> tuple[float, float, str]:
     """Draws a peer; where its line ends, and its colour."""
     rows = sorted(rows, key=lambda row: row[x.key])
-    xs, ys = [row[x.key] for row in rows], [middle(row[y.key]) / y.unit for row in rows]
+    xs, ys = [row[x.key] for row in rows], [median(row[y.key]) / y.unit for row in rows]
     spread = [quartiles(row[y.key]) for row in rows]
     axis.plot(xs, ys, marker="o", color=colour, linestyle=dash)
     low, high = ([quartile / y.unit for quartile in ends] for ends in zip(*spread, strict=True))

@@ -1,10 +1,12 @@
 """A result as a table to read in a terminal: a block for each measure and situation."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from rdmafork.cli import terminal
+
+from ._measures import spread
 
 Row = dict[str, Any]
 
@@ -32,9 +34,9 @@ def block(
             [peer, *(cell(found.get(value), module.MEASURES[measure]) for value in columns)]
         )
     yield from aligned(lines)
-    spread = widest(row[measure] for row in rows)
-    if spread:
-        yield f"(medians; half of the samples within {spread:.0%} of each)"
+    widest = max(spread(row[measure]) for row in rows)
+    if widest:
+        yield f"(medians; half of the samples within {widest:.0%} of each)"
     yield ""
 
 
@@ -45,19 +47,6 @@ def cell(value: Any, printed: Any) -> str:
         return str(printed(value))
     ratio = f" {terminal.ratio(value['to_floor'], 1):>6}" if "to_floor" in value else ""
     return f"{printed(value['median'])}{ratio}"
-
-
-def widest(values: Iterable[Any]) -> float:
-    """The largest distance of a quartile to its median."""
-    summaries = [value for value in values if isinstance(value, dict) and value["median"]]
-    return max(
-        (
-            abs(q - value["median"]) / value["median"]
-            for value in summaries
-            for q in value["quartiles"]
-        ),
-        default=0,
-    )
 
 
 def shown(name: str, value: Any) -> str:

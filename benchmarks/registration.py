@@ -16,14 +16,17 @@ its instructions of user space, by the processor's counter or by callgrind.
 """
 
 import argparse
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from rdmafork.cli import terminal
 
 from . import _plots
-from ._harness import Document, Result, Row, main, summary
+from ._harness import Document, Result, Row, main
 from ._instructions import Counted
+from ._measures import summary
 from ._peers import FLOOR, PAGE, WAYS, calibrated, environments, private_memory
 from ._progress import Progress
 from ._workers import Skipped, Skips, ask_all, interleave, started
@@ -77,8 +80,13 @@ class Bench:
         self._pairs(times)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="BYTES", help="rather than these")
+
+
 def measure(options: argparse.Namespace, progress: Progress) -> Result:
-    rounds, sizes = (5, SIZES[:3:2]) if options.quick else (15, SIZES)
+    rounds = 5 if options.quick else 15
+    sizes = options.sizes or (SIZES[:3:2] if options.quick else SIZES)
     cases = [(situation, nbytes) for situation in SITUATIONS for nbytes in sizes]
     rows: list[Row] = []
     skipped: Skips = []
@@ -90,9 +98,12 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
             for peer, samples in interleave(workers, ready, rounds, "sample").items():
                 rows.append({"peer": peer, **case, "pair_ns": summary(samples)})
     pages = [row for row in rows if row["nbytes"] == PAGE]
-    for i, row in enumerate(pages):
-        progress(0.5 + i / len(pages) / 2, f"counting: {row['peer']}, {row['situation']}")
-        count(row, options.quick, skipped)
+    # Counts, unlike times, are not disturbed by what else runs.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        counted = pool.map(lambda row: count(row, options.quick, skipped), pages)
+        for i, row in enumerate(pages):
+            progress(0.5 + i / len(pages) / 2, f"counting: {row['peer']}, {row['situation']}")
+            next(counted)
     return Result(rounds, rows, skipped)
 
 

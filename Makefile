@@ -9,6 +9,7 @@ BIN := .venv/bin
 BUILT := .venv/built
 LINTERS := .venv/linters
 GUESTS := .venv/guests
+FIGURES := .venv/figures
 SOURCES := $(wildcard csrc/*.c)
 HEADERS := $(wildcard csrc/*.h csrc/*.map)
 MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
@@ -16,11 +17,11 @@ CTESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build test test-vm ctest asan tsan lint format clean
+.PHONY: help demo build test test-vm ctest asan tsan bench bench-check lint format clean
 .DELETE_ON_ERROR:
 
 help:	## print the targets (the default)
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
 
 demo: build	## see fork() take registered pages away, and not with rdmafork
 	@$(BIN)/rdmafork demo
@@ -52,6 +53,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -e
 TESTING := '.[dev,test]'
 LINTING := '.[dev,test,lint]'
 VIRTUAL := '.[dev,test,vm]'
+DRAWING := '.[dev,test,bench]'
 REBUILD := $(BIN)/python setup.py -q build_ext --inplace
 
 # The first time, and when the metadata has changed, pip; else what has changed is rebuilt.
@@ -109,6 +111,25 @@ $(foreach name,debug release asan tsan,$(eval $(call variant,$(name))))
 ctest: ctest-debug ctest-release	## the engine's own tests, with asserts and with the release flags
 asan: ctest-asan	## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 tsan: ctest-tsan	## the same under ThreadSanitizer
+
+## ---- What it costs ------------------------------------------------------------------
+
+# Not those that need a device or a launcher.
+BENCHMARKS := $(filter-out _% device mpi,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py)))
+RESULTS := benchmarks/results
+
+$(FIGURES): pyproject.toml | $(BUILT)
+	@$(INSTALL) $(DRAWING)
+	@touch $(BUILT) $@
+
+bench: $(BUILT) $(FIGURES)	## every benchmark in full, its JSON and its figures in benchmarks/results
+	@failed=0; for name in $(BENCHMARKS); do \
+		$(BIN)/python -m rdmafork.benchmarks.$$name --json $(RESULTS)/$$name.json --plot $(RESULTS) \
+			|| failed=1; \
+	done; exit $$failed
+
+bench-check: $(BUILT)	## does what is claimed of the costs hold on this machine?
+	@$(BIN)/python -m rdmafork.benchmarks._claims
 
 ## ---- Appearance ---------------------------------------------------------------------
 

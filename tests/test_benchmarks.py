@@ -10,7 +10,7 @@ import pytest
 from conftest import environment
 
 import rdmafork
-from rdmafork.benchmarks import _harness, _workers
+from rdmafork.benchmarks import _claims, _harness, _workers
 
 NAMES = ("registration", "address_space", "scale", "threads")
 try:
@@ -181,3 +181,63 @@ def test_a_failure_says_whose_at_what_and_how():
 def test_one_sample_is_its_own_quartiles():
     assert _harness.summary([3.0]) == {"median": 3.0, "quartiles": [3.0, 3.0]}
     assert _harness.summary([1, 2, 3, 4, 5]) == {"median": 3, "quartiles": [2, 4]}
+
+
+# ---- what is claimed --------------------------------------------------------------------
+
+
+def run_with(*medians, quartiles=None):
+    """A run of registration in which a lazy pair took so long, and a null call 100 ns."""
+    found = [("rdmafork lazy", ns) for ns in medians] + [("null system call", 100.0)]
+    return {
+        "rows": [
+            {
+                "peer": peer,
+                "situation": "new",
+                "nbytes": 4096,
+                "pair_ns": {"median": ns, "quartiles": quartiles or [ns, ns]},
+            }
+            for peer, ns in found
+        ],
+        "skipped": [{"peer": "libibverbs", "reason": "it is not installed"}],
+    }
+
+
+LAZY_TO_NULL = _claims.Claim(
+    "a tenth of a null call",
+    "registration",
+    "pair_ns",
+    {"peer": "rdmafork lazy"},
+    {"peer": "null system call"},
+    most=0.1,
+)
+
+
+def test_a_claim_breaks_beyond_its_bound_and_never_by_noise():
+    runs = {
+        "kept": [run_with(9), run_with(9)],
+        "within the least margin": [run_with(10.4), run_with(10.4)],
+        "apart, the better is near": [run_with(12), run_with(30)],
+        "spread": [run_with(15, quartiles=[9, 20])],
+    }
+    for name, documents in runs.items():
+        assert not _claims.judged(LAZY_TO_NULL, documents).broken, name
+    assert _claims.judged(LAZY_TO_NULL, [run_with(12), run_with(12)]).broken
+    worst = _claims.judged(LAZY_TO_NULL, [run_with(5, 12)])
+    assert worst.broken and worst.value == pytest.approx(0.12)
+
+
+def test_a_claim_that_cannot_be_checked_says_why_and_does_not_hold():
+    claim = LAZY_TO_NULL._replace(theirs={"peer": "libibverbs"})
+    verdict = _claims.judged(claim, [run_with(9)])
+    assert not verdict.broken and verdict.why_not == "libibverbs: it is not installed"
+    assert _claims.shown(verdict)[0] == "not checked: a tenth of a null call"
+
+
+@pytest.mark.parametrize("claim", _claims.CLAIMS, ids=lambda claim: claim.text)
+def test_each_claim_is_about_rows_that_are_measured(claim):
+    module = _harness.load(claim.benchmark)
+    assert claim.measure in module.MEASURES and claim.benchmark in _claims.RUNS
+    for side in (claim.ours, claim.theirs):
+        assert side.keys() <= {"peer", *module.PARAMETERS}
+    assert claim.aim is None or claim.aim < claim.most

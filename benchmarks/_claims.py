@@ -1,0 +1,188 @@
+"""What is claimed of rdmafork's costs, held against what this machine measures.
+
+python -m rdmafork.benchmarks._claims
+
+Benchmarks are run twice: the same code against itself, and the quartiles of each row, tell how far
+noise moves a value. A claim is broken when the lesser of both values is beyond its bound by more
+than twice that. What a bound falls short of is its aim, and said.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from . import _harness
+from ._harness import Document, Row
+from ._measures import median, spread
+from ._tables import aligned
+from ._workers import WorkerError
+
+
+class Claim(NamedTuple):
+    """Of each row of ours, the measure divided by that of their row: the largest is the value."""
+
+    text: str
+    benchmark: str
+    measure: str
+    ours: dict[str, Any]  #: the peer, and parameters where not all of them are meant
+    theirs: dict[str, Any]  #: the peer, and parameters that are not those of our row
+    most: float  #: that the value may be
+    aim: float | None = None  #: where `most` is but what was reached
+    difference: bool = False  #: what ours has more, rather than the ratio
+
+
+class Verdict(NamedTuple):
+    claim: Claim
+    value: float | None
+    margin: float
+    why_not: str = ""  #: it could not be checked
+
+    @property
+    def broken(self) -> bool:
+        return self.value is not None and self.value > self.claim.most * (1 + self.margin)
+
+
+LEAST_MARGIN = 0.05
+# The options of both runs: what is counted rather than timed needs no second one.
+RUNS = {
+    "registration": (["--sizes", "4096", "1048576"], ["--quick"]),
+    "scale": (["--live", "1000", "1000000"], ["--live", "1000"]),
+}
+LAZY, EAGER = {"peer": "rdmafork lazy"}, {"peer": "rdmafork eager"}
+PAIR, LIBIBVERBS = {"peer": "madvise pair"}, {"peer": "libibverbs"}
+NEW, MILLION = {"situation": "new"}, {"layout": "isolated", "live": 1_000_000}
+CLAIMS = (
+    Claim(
+        "lazy, from C: a hundredth of the two system calls",
+        *("registration", "pair_ns", LAZY | NEW, PAIR),
+        most=0.01,
+    ),
+    Claim(
+        "lazy, from C: no slower than libibverbs' counting alone",
+        *("registration", "pair_ns", LAZY | NEW, LIBIBVERBS | {"situation": "same"}),
+        most=1,
+    ),
+    Claim(
+        "lazy, from C: ahead of libibverbs in every situation",
+        *("registration", "pair_ns", LAZY, LIBIBVERBS),
+        most=1,
+    ),
+    Claim(
+        "lazy, from Python: to memoryview(b).release()",
+        *("registration", "pair_ns", {"peer": "rdmafork lazy, Python"} | NEW),
+        {"peer": "memoryview, Python"},
+        most=0.95,
+        aim=0.8,
+    ),
+    Claim(
+        "eager, new range: to the two system calls",
+        *("registration", "pair_ns", EAGER | NEW, PAIR),
+        most=1.3,
+    ),
+    Claim(
+        "eager, new range: system calls beyond these two",
+        *("registration", "system_calls", EAGER | NEW, PAIR),
+        most=0.05,
+        difference=True,
+    ),
+    Claim(
+        "eager, new range: instructions beyond theirs",
+        *("registration", "instructions", EAGER | NEW, PAIR),
+        most=2600,
+        aim=400,
+        difference=True,
+    ),
+    Claim(
+        "eager, new range: to libibverbs",
+        *("registration", "pair_ns", EAGER | NEW, LIBIBVERBS),
+        most=1.2,
+        aim=1,
+    ),
+    Claim(
+        "eager: to libibverbs in the worst situation",
+        *("registration", "pair_ns", EAGER, LIBIBVERBS),
+        most=6,
+        aim=1,
+    ),
+    Claim(
+        "lazy: bytes for each live registration in an arena",
+        *("scale", "counted_bytes_each", LAZY | {"layout": "arena"}, {}),
+        most=48,
+    ),
+    Claim(
+        "lazy: 1 000 000 isolated pages, to those that could be registered",
+        *("scale", "reached", {"peer": "left to the kernel"} | MILLION, LAZY),
+        most=1,
+    ),
+    Claim(
+        "lazy: a fork then, to the kernel's own copying",
+        *("scale", "fork_ns", LAZY | MILLION, {"peer": "left to the kernel"}),
+        most=1.5,
+        aim=1.1,
+    ),
+)
+
+
+def values(claim: Claim, document: Document) -> Iterator[tuple[float, float]]:
+    """(the value, the spread of what it is made of) of each row of ours."""
+    parameters = _harness.load(claim.benchmark).PARAMETERS
+    for row in selected(document["rows"], claim.measure, claim.ours):
+        ours = row[claim.measure]
+        if not claim.theirs:
+            yield median(ours), spread(ours)
+            continue
+        same = {name: row[name] for name in parameters} | claim.theirs
+        for other in selected(document["rows"], claim.measure, same):
+            theirs = other[claim.measure]
+            both = spread(ours) + spread(theirs)
+            if claim.difference:
+                yield median(ours) - median(theirs), both
+            else:
+                yield median(ours) / median(theirs), both
+
+
+def selected(rows: Iterable[Row], measure: str, wanted: dict[str, Any]) -> Iterator[Row]:
+    return (row for row in rows if measure in row and wanted.items() <= row.items())
+
+
+def judged(claim: Claim, documents: list[Document]) -> Verdict:
+    found = [max(values(claim, document), default=None) for document in documents]
+    seen = [pair for pair in found if pair is not None]
+    if not seen:
+        reasons = [_harness.told(skip) for document in documents for skip in document["skipped"]]
+        why = "; ".join(dict.fromkeys(reasons)) or "the rows it needs were not measured"
+        return Verdict(claim, None, 0, why)
+    least, most = min(seen)[0], max(seen)[0]
+    apart = most / least - 1 if least > 0 else 0
+    noise = max(apart, *(spread for _, spread in seen))
+    return Verdict(claim, least, max(LEAST_MARGIN, 2 * noise))
+
+
+def shown(verdict: Verdict) -> list[str]:
+    claim, value = verdict.claim, verdict.value
+    word = "not checked" if value is None else "BROKEN" if verdict.broken else "holds"
+    aim = "" if claim.aim is None else f"aim {claim.aim:g}"
+    measured = "-" if value is None else f"{value:.3g}"
+    return [f"{word}: {claim.text}", measured, f"<= {claim.most:g}", f"+{verdict.margin:.0%}", aim]
+
+
+def main() -> int:
+    failed = False
+    for name, runs in RUNS.items():
+        try:
+            documents = [_harness.run(name, argv) for argv in runs]
+        except (WorkerError, OSError) as error:
+            print(f"{name} failed: {error}", file=sys.stderr)
+            failed = True
+            continue
+        verdicts = [judged(claim, documents) for claim in CLAIMS if claim.benchmark == name]
+        print(*aligned([shown(verdict) for verdict in verdicts]), sep="\n")
+        for verdict in verdicts:
+            if verdict.why_not:
+                print(f"  {verdict.claim.text}: {verdict.why_not}")
+        failed |= any(verdict.broken for verdict in verdicts)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

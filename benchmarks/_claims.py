@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from . import _harness
 from ._harness import Document, Row
-from ._measures import median, spread
+from ._measures import middle, spread
 from ._tables import aligned
 from ._workers import WorkerError
 
@@ -129,16 +129,16 @@ def values(claim: Claim, document: Document) -> Iterator[tuple[float, float]]:
     for row in selected(document["rows"], claim.measure, claim.ours):
         ours = row[claim.measure]
         if not claim.theirs:
-            yield median(ours), spread(ours)
+            yield middle(ours), spread(ours)
             continue
         same = {name: row[name] for name in parameters} | claim.theirs
         for other in selected(document["rows"], claim.measure, same):
             theirs = other[claim.measure]
             both = spread(ours) + spread(theirs)
             if claim.difference:
-                yield median(ours) - median(theirs), both
+                yield middle(ours) - middle(theirs), both
             else:
-                yield median(ours) / median(theirs), both
+                yield middle(ours) / middle(theirs), both
 
 
 def selected(rows: Iterable[Row], measure: str, wanted: dict[str, Any]) -> Iterator[Row]:

@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import rdmafork
 
 from ._facts import facts, in_words
-from ._measures import median, rounded
+from ._measures import median as median
+from ._measures import rounded as rounded
 from ._measures import summary as summary
 from ._plots import NoPlots, require
 from ._progress import Progress
@@ -67,9 +68,9 @@ def add_ratios(module: ModuleType, rows: list[Row]) -> None:
     floors = {situation(row): row for row in rows if row["peer"] == module.FLOOR}
     for row in rows:
         for measure in module.MEASURES:
-            floor = floors.get(situation(row), {}).get(measure)
+            floor = median(floors.get(situation(row), {}), measure)
             if floor and isinstance(row.get(measure), dict):
-                row[measure]["to_floor"] = rounded(row[measure]["median"] / median(floor))
+                row[measure]["to_floor"] = rounded(row[measure]["median"] / floor)
 
 
 def parser(name: str) -> argparse.ArgumentParser:

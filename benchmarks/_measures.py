@@ -13,14 +13,19 @@ def rounded(value: float) -> float:
 def summary(samples: Iterable[float]) -> dict[str, Any]:
     """The median of samples, and the quartiles around it."""
     values = list(samples)
-    low, middle, high = (
+    low, centre, high = (
         statistics.quantiles(values, method="inclusive") if len(values) > 1 else values * 3
     )
-    return {"median": rounded(middle), "quartiles": [rounded(low), rounded(high)]}
+    return {"median": rounded(centre), "quartiles": [rounded(low), rounded(high)]}
 
 
-def median(measure: Any) -> float:
+def middle(measure: Any) -> float:
     return float(measure["median"] if isinstance(measure, dict) else measure)
+
+
+def median(row: dict[str, Any], key: str) -> float | None:
+    """Of this measure of a row, or None where it was not measured."""
+    return None if row.get(key) is None else middle(row[key])
 
 
 def quartiles(measure: Any) -> tuple[float, float]:
@@ -30,5 +35,5 @@ def quartiles(measure: Any) -> tuple[float, float]:
 
 def spread(measure: Any) -> float:
     """How far the farther quartile is from the median, as a part of it."""
-    middle = median(measure)
-    return max(abs(quartile / middle - 1) for quartile in quartiles(measure)) if middle else 0.0
+    centre = middle(measure)
+    return max(abs(quartile / centre - 1) for quartile in quartiles(measure)) if centre else 0.0

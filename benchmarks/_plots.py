@@ -4,6 +4,7 @@ matplotlib is imported where something is drawn.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,16 +12,24 @@ from typing import Any, NamedTuple
 from rdmafork.cli import terminal
 
 from ._facts import in_words
-from ._measures import median, quartiles
+from ._measures import middle, quartiles
 
 Row = dict[str, Any]
 
-# Of Okabe and Ito, to be told apart by everybody: blues are rdmafork, reds libibverbs.
+# After Okabe and Ito, to be told apart by everybody: blues are rdmafork, reds libibverbs, and a
+# peer looks the same in every figure.
 COLOURS = {
-    "rdmafork": ("#0072B2", "#56B4E9", "#1B3A5C", "#7A9CC6"),
-    "libibverbs": ("#D55E00", "#E69F00", "#8C2D04", "#FDBE85"),
-    "": ("#009E73", "#CC79A7", "#777777", "#8C6D31"),
+    "rdmafork lazy": "#0072B2",
+    "rdmafork lazy, Python": "#56B4E9",
+    "rdmafork eager": "#1B3A5C",
+    "rdmafork eager, Python": "#7A9CC6",
+    "rdmafork whole pages": "#44AA99",
+    "libibverbs": "#D55E00",
+    "libibverbs, huge pages safe": "#E69F00",
+    "null system call": "#777777",
+    "memoryview, Python": "#CC79A7",
 }
+OTHERS = ("#009E73", "#8C6D31", "#882255", "#999933")
 BLACK = "#000000"
 NAME_SIZE = 6.5
 STYLE = {
@@ -88,6 +97,7 @@ def lines(
                 dash = "--" if peer == floor else "-"
                 name = peer + panel.notes.get(peer, "")
                 ends.append((axis, name, *one_line(axis, rows, x, y, colours[peer], dash)))
+            name_ticks(axis, panel, x)
         axes[0][0].set_ylabel(y.label)
         figure.tight_layout(rect=(0, 0.05, 1, 1), w_pad=max(map(len, peers)) * 0.45)
         for axis in axes[0]:
@@ -99,11 +109,8 @@ def lines(
 
 
 def coloured(peers: list[str], floor: str) -> dict[str, str]:
-    left = {family: iter(colours * 2) for family, colours in COLOURS.items()}
-    return {
-        peer: BLACK if peer == floor else next(left[next(f for f in left if peer.startswith(f))])
-        for peer in peers
-    }
+    others = cycle(OTHERS)
+    return {peer: BLACK if peer == floor else COLOURS.get(peer) or next(others) for peer in peers}
 
 
 def prepare(axis: Any, panel: Panel, x: Axis, y: Axis) -> None:
@@ -111,8 +118,18 @@ def prepare(axis: Any, panel: Panel, x: Axis, y: Axis) -> None:
     axis.set_xlabel(x.label)
     axis.set_xscale("log", base=2 if x.nbytes else 10) if x.log else None
     axis.set_yscale("log") if y.log else axis.set_ylim(bottom=0)
+
+
+def name_ticks(axis: Any, panel: Panel, x: Axis) -> None:
+    """Each x there is, but without names that would lie upon the next one's."""
     ticks = sorted({row[x.key] for row in panel.rows})
-    axis.set_xticks(ticks, [tick(x, value) for value in ticks])
+    places = [axis.transData.transform((value, 1))[0] for value in ticks]
+    apart = 0.11 * axis.bbox.width
+    names = [
+        "" if 0 < following - place < apart else tick(x, value)
+        for value, place, following in zip(ticks, places, [*places[1:], 0], strict=True)
+    ]
+    axis.set_xticks(ticks, names)
     axis.minorticks_off()
 
 
@@ -125,7 +142,7 @@ def one_line(
 ) -> tuple[float, float, str]:
     """Draws a peer; where its line ends, and its colour."""
     rows = sorted(rows, key=lambda row: row[x.key])
-    xs, ys = [row[x.key] for row in rows], [median(row[y.key]) / y.unit for row in rows]
+    xs, ys = [row[x.key] for row in rows], [middle(row[y.key]) / y.unit for row in rows]
     spread = [quartiles(row[y.key]) for row in rows]
     axis.plot(xs, ys, marker="o", color=colour, linestyle=dash)
     low, high = ([quartile / y.unit for quartile in ends] for ends in zip(*spread, strict=True))
@@ -149,7 +166,7 @@ def label(axis: Any, ends: list[tuple[str, float, float, str]]) -> None:
             color=colour,
             va="center",
             annotation_clip=False,
-            bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5},
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         )
 
 

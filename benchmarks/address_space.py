@@ -82,8 +82,8 @@ def split(mappings: int) -> None:
 
 def measure(options: argparse.Namespace, progress: Progress) -> Result:
     counts = (10, 10_000) if options.quick else (10, 100, 1_000, 10_000, 60_000)
-    sizes = (64,) if options.quick else (64, 512, 2048, 8192)
-    rounds = 5 if options.quick else 15
+    sizes = (64,) if options.quick else (64, 1024, 8192)
+    rounds = 5 if options.quick else 9
     rows: list[Row] = []
     skipped: Skips = []
     cases = [(MAPPINGS, count) for count in counts] + [(RESIDENT, size) for size in sizes]

@@ -127,8 +127,8 @@ def count(row: Row, quick: bool, skipped: Skips) -> None:
 
 def plot(document: Document, directory: Path) -> list[Path]:
     panels = [
-        _plots.Panel(situation, [row for row in document["rows"] if row["situation"] == situation])
-        for situation in ("new", "inside")
+        _plots.Panel(title, [row for row in document["rows"] if row["situation"] == situation])
+        for situation, title in (("new", "a new range"), ("inside", "inside a registered arena"))
     ]
     x = _plots.Axis("nbytes", "bytes registered", nbytes=True)
     y = _plots.Axis("pair_ns", "register + release, ns")

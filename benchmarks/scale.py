@@ -187,12 +187,12 @@ def plot(document: Document, directory: Path) -> list[Path]:
         "scale_fork.svg": _plots.Axis("first_fork_ns", "the fork() that comes next, ms", unit=1e6),
     }
     panels = []
-    for layout in ("arena", "isolated"):
+    for layout, title in (("arena", "inside one arena"), ("isolated", "isolated pages")):
         rows = [row for row in document["rows"] if row["layout"] == layout]
         stops = {
             row["peer"]: f", no more than {row['reached']:,}" for row in rows if "error" in row
         }
-        panels.append(_plots.Panel(layout, rows, stops))
+        panels.append(_plots.Panel(title, rows, stops))
     return [
         _plots.lines(directory / name, document, panels, x, y, FLOOR) for name, y in figures.items()
     ]

@@ -18,16 +18,18 @@ from ._workers import Environment, Skipped
 PAGE = mmap.PAGESIZE
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 MAP_NORESERVE = 0x4000
+HUGETLB = 0x40000 | 21 << 26  # MAP_HUGETLB | MAP_HUGE_2MB
 TOGETHER = 2 << 30  # bytes that all peers may take at once
 KEPT: list[object] = []  # for as long as the process lives
 
 
-def private_memory(nbytes: int) -> int:
-    """The address of private memory on base pages that stays mapped until this process ends.
+def private_memory(nbytes: int, flags: int = 0) -> int:
+    """The address of private memory, mapped until this process ends.
 
-    One byte is written before anything splits the mapping: its parts can merge again.
+    On base pages, or with HUGETLB as flags on huge ones: OSError where the pool has none left. One
+    byte is written before anything splits the mapping: its parts can merge again.
     """
-    memory = mmap.mmap(-1, nbytes, flags=PRIVATE | MAP_NORESERVE)
+    memory = mmap.mmap(-1, nbytes, flags=PRIVATE | (flags or MAP_NORESERVE))
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     memory[0] = 1

@@ -8,6 +8,7 @@ A pair of both, over and over, on private memory that is
     adjacent     directly behind what is registered
     inside       in the middle of a registered arena (of rdmafork's own: a Buffer)
     same         registered already: nothing is left to do but to count
+    huge pages   new, one huge page of the pool (as root, a few are reserved where there are none)
 Peers: the system calls without any counting (the floor), and one that does nothing; libibverbs'
 fork support, also with RDMAV_HUGEPAGES_SAFE; rdmafork in both modes; and the least that Python
 takes to hold a buffer and let it go, memoryview(b).release(). Loops in C, or where it says so in
@@ -16,18 +17,21 @@ its instructions of user space, by the processor's counter or by callgrind.
 """
 
 import argparse
+import contextlib
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rdmafork.cli import terminal
+from rdmafork.cli import machine, terminal
+from rdmafork.cli.demo import POOL, reserved_huge_pages
 
 from . import _plots
 from ._harness import Document, Result, Row, main
 from ._instructions import Counted
 from ._measures import summary
-from ._peers import FLOOR, PAGE, WAYS, calibrated, environments, private_memory
+from ._peers import FLOOR, HUGETLB, PAGE, WAYS, calibrated, environments, private_memory
 from ._progress import Progress
 from ._workers import Skipped, Skips, ask_all, interleave, started
 
@@ -38,7 +42,8 @@ MEASURES = {
     "instructions": "{:,.0f}".format,
 }
 SITUATIONS = ("new", "overlapping", "adjacent", "inside", "same")
-SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
+HUGE_PAGES, HUGE = "huge pages", 2 << 20
+SIZES = (4 << 10, 64 << 10, HUGE, 16 << 20, 256 << 20, 1 << 30)
 BUDGET_NS = 2_000_000
 MARGIN = 32 << 20  # around the range: its mapping lies alike whatever its size
 COUNTED_NS, MOST_PAIRS = 10_000_000, 20_000  # the pairs that are counted take so long
@@ -53,9 +58,15 @@ class Bench:
 
     def prepare(self, situation: str, nbytes: int) -> None:
         """What was registered before stays so: it lies elsewhere."""
-        self._nbytes = nbytes
+        self._nbytes, self._loops = nbytes, 0
         if situation == "inside":
             self._at = self._peer.arena(nbytes + 2 * MARGIN) + MARGIN
+            return
+        if situation == HUGE_PAGES:
+            try:
+                self._at = private_memory(3 * HUGE, HUGETLB) + HUGE
+            except OSError as error:
+                raise Skipped(f"huge pages: {error.strerror}") from None
             return
         self._at = private_memory(2 * nbytes + 2 * MARGIN) + MARGIN + nbytes
         if situation == "overlapping":
@@ -88,9 +99,10 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
     rounds = 5 if options.quick else 15
     sizes = options.sizes or (SIZES[:3:2] if options.quick else SIZES)
     cases = [(situation, nbytes) for situation in SITUATIONS for nbytes in sizes]
+    cases += [(HUGE_PAGES, HUGE)] if HUGE in sizes else []
     rows: list[Row] = []
     skipped: Skips = []
-    with started(Bench, environments(), skipped) as workers:
+    with huge_pages(3 * len(WAYS)), started(Bench, environments(), skipped) as workers:
         for i, (situation, nbytes) in enumerate(cases):
             case = {"situation": situation, "nbytes": nbytes}
             progress(i / len(cases) / 2, f"{situation}, {terminal.size(nbytes)}")
@@ -107,12 +119,22 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
     return Result(rounds, rows, skipped)
 
 
+@contextlib.contextmanager
+def huge_pages(count: int) -> Iterator[None]:
+    """So many in the pool if it is empty and this may be done; else who lacks them is skipped."""
+    with contextlib.ExitStack() as stack:
+        if machine.number(POOL) == 0:
+            with contextlib.suppress(OSError):
+                stack.enter_context(reserved_huge_pages(count))
+        yield
+
+
 def count(row: Row, quick: bool, skipped: Skips) -> None:
     """The system calls and the instructions of a pair, into its row."""
     way = WAYS[row["peer"]]
     request = {"do": "count", "situation": row["situation"], "nbytes": row["nbytes"]}
     counted = Counted(Bench, {"peer": row["peer"]}, way.environment, request)
-    times = min(int(COUNTED_NS / row["pair_ns"]["median"]), MOST_PAIRS)
+    times = max(1, min(int(COUNTED_NS / row["pair_ns"]["median"]), MOST_PAIRS))
     wanted: dict[str, Any] = {}
     if row["situation"] == "new" or not quick:
         wanted["system_calls"] = counted.system_calls

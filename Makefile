@@ -161,7 +161,7 @@ lint: $(LINTERS)	## every static check; changes nothing
 				$$flags -c $$file -o /dev/null || exit 1; \
 		done; done; echo "$$cc -Wall -Wextra -Wshadow -Werror"; fi; done
 	$(BIN)/mypy
-	$(BIN)/stubtest rdmafork --ignore-unused-allowlist --allowlist <(printf '%s\n' $(STUBLESS))
+	$(BIN)/stubtest rdmafork --mypy-config-file pyproject.toml --ignore-unused-allowlist --allowlist <(printf '%s\n' $(STUBLESS))
 
 format: $(LINTERS)	## rewrite Python as lint wants it
 	$(BIN)/ruff check --fix --exit-zero --quiet $(PYTHON_TREES)

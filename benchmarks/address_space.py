@@ -18,8 +18,7 @@ import rdmafork
 from rdmafork.cli import terminal
 
 from . import _plots
-from ._harness import Document, Result, Row, main
-from ._measures import summary
+from ._harness import Document, Result, Row, main, summary
 from ._peers import (
     FLOOR,
     PAGE,

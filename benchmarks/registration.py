@@ -28,9 +28,8 @@ from rdmafork.cli import machine, terminal
 from rdmafork.cli.demo import POOL, reserved_huge_pages
 
 from . import _plots
-from ._harness import Document, Result, Row, main
+from ._harness import Document, Result, Row, main, summary
 from ._instructions import Counted
-from ._measures import summary
 from ._peers import FLOOR, HUGETLB, PAGE, WAYS, calibrated, environments, private_memory
 from ._progress import Progress
 from ._workers import Skipped, Skips, ask_all, interleave, started

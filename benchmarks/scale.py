@@ -23,8 +23,7 @@ from rdmafork import _pins
 from rdmafork.cli import machine, terminal
 
 from . import _plots
-from ._harness import Document, Result, Row, main
-from ._measures import summary
+from ._harness import Document, Result, Row, main, summary
 from ._peers import (
     PAGE,
     WAYS,

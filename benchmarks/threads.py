@@ -15,8 +15,7 @@ from pathlib import Path
 from time import perf_counter_ns
 
 from . import _plots
-from ._harness import Document, Result, Row, main
-from ._measures import summary
+from ._harness import Document, Result, Row, main, summary
 from ._peers import FLOOR, PAGE, WAYS, calibrated, environments, private_memory
 from ._progress import Progress
 from ._workers import Skips, interleave, started

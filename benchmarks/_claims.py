@@ -160,7 +160,8 @@ def judged(claim: Claim, documents: list[Document]) -> Verdict:
     least, most = min(seen)[0], max(seen)[0]
     apart = most / least - 1 if least > 0 else 0
     noise = max(apart, *(spread for _, spread in seen))
-    return Verdict(claim, least, max(LEAST_MARGIN, 2 * noise))
+    # What is counted has no noise, and no margin.
+    return Verdict(claim, least, max(LEAST_MARGIN, 2 * noise) if noise else 0)
 
 
 def shown(verdict: Verdict) -> list[str]:

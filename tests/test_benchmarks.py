@@ -186,7 +186,7 @@ def test_one_sample_is_its_own_quartiles():
 # ---- what is claimed --------------------------------------------------------------------
 
 
-def run_with(*medians, quartiles=None):
+def run_with(*medians, spread=0.0):
     """A run of registration in which a lazy pair took so long, and a null call 100 ns."""
     found = [("rdmafork lazy", ns) for ns in medians] + [("null system call", 100.0)]
     return {
@@ -195,7 +195,7 @@ def run_with(*medians, quartiles=None):
                 "peer": peer,
                 "situation": "new",
                 "nbytes": 4096,
-                "pair_ns": {"median": ns, "quartiles": quartiles or [ns, ns]},
+                "pair_ns": {"median": ns, "quartiles": [ns * (1 - spread), ns * (1 + spread)]},
             }
             for peer, ns in found
         ],
@@ -216,13 +216,14 @@ LAZY_TO_NULL = _claims.Claim(
 def test_a_claim_breaks_beyond_its_bound_and_never_by_noise():
     runs = {
         "kept": [run_with(9), run_with(9)],
-        "within the least margin": [run_with(10.4), run_with(10.4)],
+        "within the least margin": [run_with(10.4, spread=0.001)] * 2,
         "apart, the better is near": [run_with(12), run_with(30)],
-        "spread": [run_with(15, quartiles=[9, 20])],
+        "spread": [run_with(15, spread=0.2)],
     }
     for name, documents in runs.items():
         assert not _claims.judged(LAZY_TO_NULL, documents).broken, name
-    assert _claims.judged(LAZY_TO_NULL, [run_with(12), run_with(12)]).broken
+    assert _claims.judged(LAZY_TO_NULL, [run_with(12, spread=0.02)] * 2).broken
+    assert _claims.judged(LAZY_TO_NULL, [run_with(10.1)]).broken  # as counts: no noise at all
     worst = _claims.judged(LAZY_TO_NULL, [run_with(5, 12)])
     assert worst.broken and worst.value == pytest.approx(0.12)
 

@@ -93,7 +93,7 @@ CLAIMS = (
     Claim(
         "eager, new range: instructions beyond theirs",
         *("registration", "instructions", EAGER | NEW, PAIR),
-        most=2600,
+        most=2700,
         aim=400,
         difference=True,
     ),
@@ -106,7 +106,7 @@ CLAIMS = (
     Claim(
         "eager: to libibverbs in the worst situation",
         *("registration", "pair_ns", EAGER, LIBIBVERBS),
-        most=6,
+        most=6.5,
         aim=1,
     ),
     Claim(
@@ -122,7 +122,7 @@ CLAIMS = (
     Claim(
         "lazy: a fork then, to the kernel's own copying",
         *("scale", "fork_ns", LAZY | MILLION, {"peer": "left to the kernel"}),
-        most=1.5,
+        most=1.3,
         aim=1.1,
     ),
 )
@@ -168,7 +168,7 @@ def shown(verdict: Verdict) -> list[str]:
     claim, value = verdict.claim, verdict.value
     word = "not checked" if value is None else "BROKEN" if verdict.broken else "holds"
     aim = "" if claim.aim is None else f"aim {claim.aim:g}"
-    measured = "-" if value is None else f"{value:.3g}"
+    measured = "-" if value is None else f"{value:.4g}"
     return [f"{word}: {claim.text}", measured, f"<= {claim.most:g}", f"+{verdict.margin:.0%}", aim]
 
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from typing import TYPE_CHECKING
 
 if sys.platform != "linux":
     raise ImportError(
@@ -21,20 +20,13 @@ from rdmafork._core import (
     register_address,
     stats,
 )
-from rdmafork._results import (
-    ForkStatus,
-    InheritedError,
-    InterceptedLibrary,
-    KernelInfo,
-    ProtectedRange,
-    SharedPageWarning,
-    Stats,
-    UnprotectedWarning,
-)
-from rdmafork._verbs import Access, Context, MemoryRegion, ProtectionDomain
-from rdmafork._version import __version__
+from rdmafork._results import InheritedError, SharedPageWarning, UnprotectedWarning
 
+TYPE_CHECKING = False  # typing takes longer to import than all of this package
 if TYPE_CHECKING:
+    from rdmafork._results import ForkStatus, InterceptedLibrary, KernelInfo, ProtectedRange, Stats
+    from rdmafork._verbs import Access, Context, MemoryRegion, ProtectionDomain
+    from rdmafork._version import __version__
     from rdmafork.devices import (
         Device,
         DeviceWarning,
@@ -105,13 +97,20 @@ if os.environ.get("RDMAFORK_TRACE_FORKS", "0") not in ("", "0"):
 
 
 if not TYPE_CHECKING:
-    # Imported when first used: its enums take longer to make than all the rest to import.
+    # Imported when first used: enums and named tuples take longer to make than all else to import.
+    _LATER = {
+        "_results": ("ForkStatus", "InterceptedLibrary", "KernelInfo", "ProtectedRange", "Stats"),
+        "_verbs": ("Access", "Context", "MemoryRegion", "ProtectionDomain"),
+        "_version": ("__version__",),
+    }
+
     def __getattr__(name):
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from rdmafork import devices
+        from importlib import import_module
 
-        value = globals()[name] = getattr(devices, name)
+        module = next((module for module, names in _LATER.items() if name in names), "devices")
+        value = globals()[name] = getattr(import_module(f"rdmafork.{module}"), name)
         return value
 
     def __dir__():

@@ -1,0 +1,196 @@
+"""The benchmarks of fork(), a device, MPI and the import: each runs, and its JSON is complete."""
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import needs_lazy
+
+import rdmafork
+from rdmafork import _pins
+from rdmafork.benchmarks import fork_latency
+from rdmafork.benchmarks._progress import Progress
+from rdmafork.benchmarks._workers import Skipped
+
+DOCUMENT = {
+    "benchmark", "question", "command", "commit", "machine", "rounds", "rows", "skipped",
+}  # fmt: skip
+MPIRUN = Path(sys.executable).with_name("mpirun")
+needs_pins = pytest.mark.skipif(_pins.available() is not None, reason=str(_pins.available()))
+
+
+def document(name, folder, *arguments, prefix=(), **variables):
+    """What `--quick --json` writes, checked for what every document has."""
+    file = folder / f"{name}.json"
+    command = [sys.executable, "-m", f"rdmafork.benchmarks.{name}", "--quick", "--json", file]
+    done = subprocess.run(
+        [*prefix, *map(str, command), *arguments],
+        env=os.environ | variables, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert set(found) == DOCUMENT and found["benchmark"] == name
+    assert found["question"] in done.stdout
+    assert found["machine"]["kernel"]["release"] == os.uname().release
+    for skip in found["skipped"]:
+        assert skip["reason"] and skip["reason"] in done.stdout
+    return found
+
+
+def complete(found):
+    """Every row has its peer and its parameters, and every median is divided by the floor's."""
+    module = importlib.import_module(f"rdmafork.benchmarks.{found['benchmark']}")
+    assert {row["peer"] for row in found["rows"]} | {
+        skip["peer"] for skip in found["skipped"]
+    } >= set(module.PEERS)
+    for row in found["rows"]:
+        assert set(row) >= {"peer", *module.PARAMETERS}
+        measured = [row[name] for name in module.MEASURES if name in row]
+        assert measured
+        for value in measured:
+            if isinstance(value, dict):
+                low, high = value["quartiles"]
+                assert low <= value["median"] <= high
+    return found["rows"]
+
+
+def of(rows, peer, **parameters):
+    """The rows of a peer in these situations."""
+    wanted = {"peer": peer, **parameters}.items()
+    return [row for row in rows if wanted <= row.items()]
+
+
+# ---- fork_latency -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def latencies(tmp_path_factory):
+    return document("fork_latency", tmp_path_factory.mktemp("fork"), "--pages", "base")
+
+
+@needs_pins
+def test_fork_latency_has_every_peer_and_measure(latencies):
+    for row in complete(latencies):
+        assert all(row[name]["to_floor"] for name in fork_latency.MEASURES if row[name]["median"])
+
+
+@needs_pins
+@needs_lazy
+@pytest.mark.parametrize("peer", ["rdmafork lazy", "rdmafork eager", "rdmafork whole pages"])
+def test_a_child_of_registered_memory_has_no_copy_of_it(latencies, peer):
+    for nbytes in (64 << 20, 256 << 20):
+        (copied,) = of(latencies["rows"], "not registered", buffer_bytes=nbytes)
+        (absent,) = of(latencies["rows"], peer, buffer_bytes=nbytes)
+        assert copied["child_own_bytes"]["median"] >= nbytes
+        assert absent["child_own_bytes"]["median"] < nbytes / 4
+
+
+def test_what_cannot_be_pinned_is_skipped_with_the_reason(monkeypatch):
+    monkeypatch.setattr(_pins, "available", lambda: "io_uring is forbidden here")
+    found = fork_latency.measure(argparse.Namespace(quick=True, pages=["base"]), Progress("x"))
+    assert found.rows == []
+    assert [skip["reason"] for skip in found.skipped] == [
+        "nothing can be pinned: io_uring is forbidden here"
+    ]
+
+
+def test_a_pool_that_does_not_suffice_is_a_reason_and_stays_as_it_is(monkeypatch, tmp_path):
+    pool, free = tmp_path / "pool", tmp_path / "free"
+    pool.write_text("3\n")
+    free.write_text("1\n")
+    monkeypatch.setattr(fork_latency, "POOL", str(pool))
+    monkeypatch.setattr(fork_latency, "FREE", str(free))
+    with pytest.raises(Skipped, match="of 64 huge pages of 2 MiB only 1 are free"):
+        with fork_latency.huge_pages(64):
+            pytest.fail("there are not so many")
+    assert pool.read_text() == "3\n"
+
+
+def test_pinned_memory_and_its_copy_find_room():
+    options = argparse.Namespace(quick=False, pages=list(fork_latency.PAGES))
+    for room in (1 << 28, 1 << 31, 1 << 34):
+        planned = list(fork_latency.situations(options, room))
+        assert all(2 * s.nbytes <= room for s in planned if s.ranges == 1)
+        assert max(s.nbytes for s in planned if s.ranges == 1) * 8 > room
+
+
+@needs_pins
+def test_the_figures_of_fork_latency_are_written(latencies, tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    files = fork_latency.plot(latencies, tmp_path)
+    assert [file.name for file in files] == [
+        "fork_latency-size.svg", "fork_latency-memory.svg", "fork_latency-ranges.svg",
+    ]  # fmt: skip
+    assert all("rdmafork lazy" in file.read_text() for file in files)
+
+
+# ---- the others ---------------------------------------------------------------------------
+
+
+@needs_pins
+def test_break_even_says_what_pays_and_what_the_engine_marks(tmp_path):
+    found = document("break_even", tmp_path)
+    rows = complete(found)
+    assert all("saved_ns" in row for row in of(rows, "marked"))
+    if rdmafork.kernel_info().copy_on_fork_trusted:
+        assert {row["marked"] for row in of(rows, "rdmafork lazy")} == {1}
+    break_even = importlib.import_module("rdmafork.benchmarks.break_even")
+    text = "\n".join(break_even.table(found))
+    assert text.count("marking pays from") == text.count("the engine marks from") == 2
+
+
+@pytest.mark.parametrize(
+    ("gains", "said"),
+    [
+        ({1: -5, 2: 3, 4: 9}, "2 pages"),
+        ({1: 4, 2: -1, 4: 9}, "4 pages"),
+        ({1: 1, 2: 1}, "1 page"),
+        ({1: 1, 2: -1}, "no number of pages measured"),
+    ],
+)
+def test_a_threshold_is_where_all_from_there_on_gain(gains, said):
+    break_even = importlib.import_module("rdmafork.benchmarks.break_even")
+    assert break_even.threshold(gains) == said
+
+
+def test_importing_starts_no_thread_and_asks_the_kernel_for_nothing(tmp_path):
+    rows = complete(document("import_time", tmp_path))
+    (imported,) = of(rows, "import rdmafork")
+    assert imported["threads"] == 1
+    if not shutil.which("strace"):
+        pytest.skip("no strace")
+    # Of librdmafork.so: what its children find zeroed, so that they know they are children.
+    assert set(imported["other_calls"]) <= {"madvise"}
+
+
+def test_without_a_device_the_device_benchmark_says_so(tmp_path):
+    found = document("device", tmp_path)
+    if found["rows"]:
+        pytest.skip("there is an RDMA device: see tests/vm")
+    assert [skip["peer"] for skip in found["skipped"]] == ["all"]
+
+
+def test_mpi_alone_says_how_to_start_it(tmp_path):
+    (skip,) = document("mpi", tmp_path)["skipped"]
+    assert "mpirun" in skip["reason"] or "rdmafork[mpi]" in skip["reason"]
+
+
+def test_mpi_reduces_the_tables_of_its_ranks_to_one(tmp_path):
+    pytest.importorskip("mpi4py", reason="mpi4py is missing: pip install 'rdmafork[mpi]'")
+    if not MPIRUN.exists():
+        pytest.skip(f"no {MPIRUN}: pip install 'rdmafork[mpi]'")
+    found = document(
+        "mpi", tmp_path, prefix=[str(MPIRUN), "-n", "2", "--oversubscribe"],
+        OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+    )  # fmt: skip
+    assert {row["measure"] for row in found["rows"]} >= {"pair_ns"}
+    for row in found["rows"]:
+        assert row["minimum"] <= row["median"] <= row["maximum"]
+        assert set(row["by_rank"]) == {"0", "1"}
+        assert row["outlier_rank"] in (0, 1) and row["outlier_host"]

@@ -1,0 +1,47 @@
+"""The device benchmark, at a device."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import SLOWNESS
+
+import rdmafork
+from rdmafork.benchmarks import device as benchmark
+
+
+@pytest.fixture(scope="module")
+def found(device, tmp_path_factory):
+    """What `--quick --json` writes."""
+    file = tmp_path_factory.mktemp("device") / "device.json"
+    command = [sys.executable, "-m", "rdmafork.benchmarks.device", "--quick"]
+    done = subprocess.run(
+        [*command, "--device", device, "--json", file],
+        capture_output=True, text=True, timeout=30 * SLOWNESS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text())
+
+
+def test_every_peer_is_measured_or_skipped_with_a_reason(found):
+    skipped = {skip["peer"]: skip["reason"] for skip in found["skipped"]}
+    assert all(skipped.values())
+    assert {row["peer"] for row in found["rows"]} | set(skipped) >= set(benchmark.PEERS)
+    # What is no package or library of its own cannot be missing.
+    lazy = ["rdmafork lazy"] if rdmafork.kernel_info().copy_on_fork_trusted else []
+    assert not {benchmark.FLOOR, "rdmafork eager", *lazy} & set(skipped), skipped
+    for row in found["rows"]:
+        assert row["nbytes"] in benchmark.SIZES
+        assert row["pair_ns"]["median"] > 0 and row["pair_ns"]["to_floor"] > 0
+
+
+def test_the_benchmark_counts_what_each_way_asks_of_the_kernel(found):
+    if not shutil.which("strace"):
+        pytest.skip("strace is missing")
+    calls = {row["peer"]: row["system_calls"] for row in found["rows"] if "system_calls" in row}
+    bare = calls[benchmark.FLOOR]
+    assert bare >= 2
+    assert calls["rdmafork eager"] == bare + 2
+    assert calls.get("rdmafork lazy", bare) == bare

@@ -20,7 +20,7 @@ from rdmafork._core import (
     register_address,
     stats,
 )
-from rdmafork._results import InheritedError, SharedPageWarning, UnprotectedWarning
+from rdmafork._errors import InheritedError, SharedPageWarning, UnprotectedWarning
 
 TYPE_CHECKING = False  # typing takes longer to import than all of this package
 if TYPE_CHECKING:

@@ -29,16 +29,8 @@ import warnings
 from mmap import mmap
 from operator import index
 
-from rdmafork._results import (
-    ForkStatus,
-    InheritedError,
-    InterceptedLibrary,
-    KernelInfo,
-    ProtectedRange,
-    SharedPageWarning,
-    Stats,
-    UnprotectedWarning,
-)
+# What they answer comes with them: typing and enum take longer to import than all the rest.
+from rdmafork._errors import InheritedError, SharedPageWarning, UnprotectedWarning
 
 cdef extern from "errno.h":
     enum: ECHILD
@@ -418,6 +410,7 @@ def fork_init(mode="auto", *, intercept=False):
     Source: ibv_fork_init(3).
     """
     cdef rf_error error
+    cdef rf_kernel kernel
     cdef rf_mode wish
     cdef int rc
     if mode not in MODES:
@@ -430,10 +423,12 @@ def fork_init(mode="auto", *, intercept=False):
             rc = rf_intercept(&error)
     if rc < 0:
         raise failure(rc, &error, 0, 0, mode)
-    info = kernel_info()
-    if rf_get_mode() == RF_MODE_LAZY and not info.copy_on_fork_trusted:
+    with nogil:
+        rf_kernel_info(&kernel)
+    if rf_get_mode() == RF_MODE_LAZY and not kernel.copy_trusted:
+        release = kernel.release.decode("ascii", "replace")
         warnings.warn(
-            f"Linux {info.release} copies pinned pages at fork, but can lose them when pages "
+            f"Linux {release} copies pinned pages at fork, but can lose them when pages "
             f"migrate meanwhile; lazy mode relies on that copying (5.19 and later, or eager)",
             RuntimeWarning)
 
@@ -443,6 +438,7 @@ def is_fork_initialized():
 
     Source: ibv_is_fork_initialized(3).
     """
+    from rdmafork._results import ForkStatus
     if rf_get_mode() != RF_MODE_NONE:
         return ForkStatus.ENABLED
     return ForkStatus.UNNEEDED if kernel_info().copy_on_fork else ForkStatus.DISABLED
@@ -454,6 +450,7 @@ def protected_ranges():
     Each element is a ProtectedRange. Takes time in proportion to the
     registrations; other threads wait for it.
     """
+    from rdmafork._results import ProtectedRange
     cdef rf_range_info *out = NULL
     cdef size_t capacity = 64
     cdef ssize_t count
@@ -480,6 +477,7 @@ def protected_ranges():
 
 def stats():
     """What the engine holds and has done, as Stats."""
+    from rdmafork._results import Stats
     cdef rf_stats numbers
     cdef int rc
     with nogil:
@@ -511,6 +509,7 @@ def stats():
 
 
 cdef tuple libraries():
+    from rdmafork._results import InterceptedLibrary
     cdef rf_library found[16]  # there are no more
     cdef ssize_t count
     with nogil:
@@ -529,6 +528,7 @@ cdef tuple libraries():
 
 def kernel_info():
     """What this kernel does at fork() and how that is known, as KernelInfo."""
+    from rdmafork._results import KernelInfo
     cdef rf_kernel kernel
     with nogil:
         rf_kernel_info(&kernel)

@@ -36,7 +36,7 @@ import resource
 from enum import IntFlag
 from operator import index
 
-from rdmafork._results import InheritedError
+from rdmafork._errors import InheritedError
 
 cdef extern from "errno.h":
     enum: EAGAIN, EDEADLK, ELIBACC

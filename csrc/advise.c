@@ -403,26 +403,6 @@ static int ask_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, bool f
 	return mark_now(advisor, start, end, held, rf_range_wants_mark);
 }
 
-/* Only private anonymous memory in base pages can be wiped: what else is there? */
-static void name_unwipeable(struct rf_advisor *advisor, struct rf_error *error)
-{
-	struct rf_vma vma;
-	uintptr_t at;
-
-	if (rf_vma_open(&advisor->reader) < 0)
-		return;
-	for (at = error->start; at < error->end; at = vma.end) {
-		if (rf_vma_find(&advisor->reader, at, &vma) < 0)
-			break;
-		if (vma.anonymous && !vma.shared)
-			continue;
-		error->start = vma.start > at ? vma.start : at;
-		error->end = vma.end < error->end ? vma.end : error->end;
-		break;
-	}
-	rf_vma_close(&advisor->reader);
-}
-
 int rf_advise_is_shared(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
 {
 	int rc = rf_vma_open(&advisor->reader);
@@ -438,46 +418,6 @@ int rf_advise_is_shared(struct rf_advisor *advisor, uintptr_t start, uintptr_t e
 	}
 	rf_vma_close(&advisor->reader);
 	return rc < 0 && rc != -ENOENT ? rc : shared;
-}
-
-/* Why the kernel said @rc to [@start, @end), and the errno that says it best. */
-static int explain(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, int rc,
-		   struct rf_error *error)
-{
-	struct rf_vma vma;
-	uintptr_t at;
-	int found = 0;
-
-	error->start = start;
-	error->end = end;
-	if (error->cause != RF_CAUSE_NONE)
-		return rc;
-	error->cause = RF_CAUSE_VMA_LIMIT;
-	if (rc == -EDQUOT || rc == -EAGAIN)
-		return -ENOMEM;
-	if (rc == -EINVAL && advisor->policy == RF_WIPE) {
-		error->cause = RF_CAUSE_WIPE;
-		name_unwipeable(advisor, error);
-		return rc;
-	}
-	if (rc != -ENOMEM) {
-		error->cause = RF_CAUSE_REFUSED;
-		return rc;
-	}
-	if (rf_vma_open(&advisor->reader) < 0)
-		return rc;
-	for (at = start; at < end; at = vma.end) {
-		found = rf_vma_find(&advisor->reader, at, &vma);
-		if (found < 0 || vma.start > at)
-			break;
-	}
-	rf_vma_close(&advisor->reader);
-	if (at >= end || (found < 0 && found != -ENOENT))
-		return rc;
-	error->cause = RF_CAUSE_HOLE;
-	error->start = at;
-	error->end = found < 0 || vma.start > end ? end : vma.start;
-	return rc;
 }
 
 void rf_advise_widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr_t *end)
@@ -583,7 +523,7 @@ int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking
 	/* Also after a failure: what was marked anew, in doubt, may have become shared. */
 	advisor->dirty = true;
 	if (rc < 0) {
-		rc = explain(advisor, start, end, rc, error);
+		rc = rf_advise_explain(advisor, start, end, rc, error);
 		undo(advisor, slot);
 		return rc;
 	}

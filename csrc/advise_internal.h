@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What advise.c and fold.c share. The engine's lock is held in all of it. */
+/* What advise.c, fold.c, count.c and explain.c share. The engine's lock is held in all of it. */
 #ifndef RF_ADVISE_INTERNAL_H
 #define RF_ADVISE_INTERNAL_H
 
@@ -53,6 +53,10 @@ void rf_advise_uncount(struct rf_advisor *advisor, const struct rf_slot *slot, u
 		       uintptr_t end);
 void rf_advise_extend(struct rf_advisor *advisor, const struct rf_slot *slot, uintptr_t start,
 		      uintptr_t end, uint8_t flags);
+
+/* Why the kernel said @rc to [@start, @end): *@error, and the errno that says it best. */
+int rf_advise_explain(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, int rc,
+		      struct rf_error *error);
 
 /*
  * Learn what is mapped in [@start, @end) and record it in the ranges. *@hole is

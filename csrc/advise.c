@@ -494,10 +494,48 @@ static int refuse_huge_ends(struct rf_advisor *advisor, struct rf_slot *slot,
 	return huge ? -EINVAL : rc;
 }
 
+/* It has no bytes on its pages but its own. */
+static bool has_no_gaps(const struct rf_slot *slot, uintptr_t start, uintptr_t end)
+{
+	return slot->start <= start && end <= slot->end;
+}
+
+/* 1, or as after mark_now(). */
+static int mark_apart(struct rf_advisor *advisor, struct rf_cursor cursor)
+{
+	struct rf_range *range = rf_ranges_at(&advisor->ranges, cursor);
+	int rc = call_mark(advisor, range->start, range->end);
+
+	if (rf_unlikely(rc < 0)) {
+		range->flags |= RF_RANGE_FRESH;
+		return rc;
+	}
+	rf_ranges_mark_apart(&advisor->ranges, cursor);
+	return 1;
+}
+
+/* Count the pages [@start, @end) of @slot and mark them. 1: there is nothing to tidy. */
+static int count_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, uintptr_t start,
+			  uintptr_t end, bool forking)
+{
+	bool held = slot->flags & RF_SLOT_HELD;
+	uint8_t flags = held ? 0 : RF_RANGE_DOUBT;
+	struct rf_cursor cursor;
+
+	if (rf_likely(!forking && has_no_gaps(slot, start, end) && has_room(advisor)) &&
+	    rf_ranges_add_apart(&advisor->ranges, start, end, flags, &cursor))
+		return mark_apart(advisor, cursor);
+	rf_advise_count(advisor, slot, start, end, flags);
+	if (forking && advisor->policy == RF_OMIT)
+		return -EINVAL;
+	if (forking)
+		rf_edges_save(advisor->edges);
+	return mark_now(advisor, start, end, held, to_mark_now);
+}
+
 int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking, bool *ask,
 		  struct rf_error *error)
 {
-	struct rf_ranges *ranges = &advisor->ranges;
 	bool held = slot->flags & RF_SLOT_HELD;
 	bool edges = (slot->start | slot->end) & (advisor->kernel->page_size - 1);
 	uintptr_t start, end;
@@ -511,24 +549,46 @@ int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking
 	rf_advise_extent(advisor, slot, &start, &end);
 	if (start >= end)
 		return advisor->policy == RF_WIPE ? refuse_huge_ends(advisor, slot, error) : 0;
-	rf_advise_count(advisor, slot, start, end, held ? 0 : RF_RANGE_DOUBT);
-	rc = -EINVAL;
-	if (forking && advisor->policy == RF_WIPE)
-		rf_edges_save(advisor->edges);
-	if (!forking || advisor->policy == RF_WIPE)
-		rc = mark_now(advisor, start, end, held, to_mark_now);
+	rc = count_and_mark(advisor, slot, start, end, forking);
+	/* Also after a failure: what was marked anew, in doubt, may have become shared. */
+	advisor->dirty = true;
+	if (rf_likely(rc > 0))
+		return 0;
 	if (rc == -EINVAL && advisor->policy == RF_OMIT)
 		rc = ask_and_mark(advisor, slot, forking, error);
 	rf_advise_extent(advisor, slot, &start, &end);
-	/* Also after a failure: what was marked anew, in doubt, may have become shared. */
-	advisor->dirty = true;
 	if (rc < 0) {
 		rc = rf_advise_explain(advisor, start, end, rc, error);
 		undo(advisor, slot);
 		return rc;
 	}
-	rf_ranges_tidy(ranges, start, end);
+	rf_ranges_tidy(&advisor->ranges, start, end);
 	return 0;
+}
+
+/* Its mark may be gone, or go. */
+#define UNSTEADY (RF_RANGE_DOUBT | RF_RANGE_RETRY)
+
+bool rf_advise_is_covered(const struct rf_advisor *advisor, const struct rf_slot *slot)
+{
+	const struct rf_ranges *ranges = &advisor->ranges;
+	const struct rf_range *range;
+	struct rf_cursor cursor;
+	uintptr_t at, end;
+
+	rf_advise_extent(advisor, slot, &at, &end);
+	if (at >= end)
+		return false;
+	cursor = rf_ranges_seek(ranges, at);
+	for (range = rf_ranges_at(ranges, cursor); range && range->start <= at && range->mark &&
+						  rf_range_wants_mark(range) &&
+						  !(range->flags & UNSTEADY);
+	     range = rf_ranges_next(ranges, &cursor)) {
+		at = range->end;
+		if (at >= end)
+			return true;
+	}
+	return false;
 }
 
 static bool is_to_retry(const struct rf_range *range)
@@ -617,16 +677,37 @@ static void forget_due(struct rf_advisor *advisor, uintptr_t start, uintptr_t en
 			range->flags &= (uint8_t)~RF_RANGE_DUE;
 }
 
-void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
+/* Release [@start, @end) if nothing else touches it. False: nothing has changed. */
+static bool release_apart(struct rf_advisor *advisor, const struct rf_slot *slot,
+			  uintptr_t start, uintptr_t end)
 {
 	struct rf_ranges *ranges = &advisor->ranges;
-	uint32_t runs = rf_ranges_runs(ranges);
-	uintptr_t start, end, at;
-	struct rf_run run;
+	struct rf_cursor cursor;
+	struct rf_range *range;
 
-	rf_advise_extent(advisor, slot, &start, &end);
-	if (start >= end)
-		return;
+	if (!has_no_gaps(slot, start, end))
+		return false;
+	range = rf_ranges_find_apart(ranges, start, end, &cursor);
+	if (!range || !range->mark || range->count != 1 || range->flags & RF_RANGE_RETRY)
+		return false;
+	range->count = 0;
+	range->flags = 0;
+	if (rf_likely(call_unmark(advisor, start, end) >= 0)) {
+		rf_ranges_drop_apart(ranges, cursor);
+	} else {
+		unmark_mappings(advisor, start, end);
+		rf_ranges_tidy(ranges, start, end);
+	}
+	return true;
+}
+
+static void release_among_others(struct rf_advisor *advisor, const struct rf_slot *slot,
+				 uintptr_t start, uintptr_t end)
+{
+	struct rf_ranges *ranges = &advisor->ranges;
+	struct rf_run run;
+	uintptr_t at;
+
 	rf_advise_uncount(advisor, slot, start, end);
 	if (slot->flags & RF_SLOT_HELD)
 		forget_due(advisor, start, end);
@@ -637,6 +718,19 @@ void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
 	rf_ranges_tidy(ranges, start, end);
 	if (rf_unlikely(is_over_budget(advisor)) && !advisor->required)
 		keep_to_budget(advisor, start, end);
+}
+
+void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
+{
+	struct rf_ranges *ranges = &advisor->ranges;
+	uint32_t runs = rf_ranges_runs(ranges);
+	uintptr_t start, end;
+
+	rf_advise_extent(advisor, slot, &start, &end);
+	if (start >= end)
+		return;
+	if (!release_apart(advisor, slot, start, end))
+		release_among_others(advisor, slot, start, end);
 	/* VMAs came free, which may be what others wait for. */
 	if (rf_ranges_runs(ranges) < runs)
 		rf_advise_retry(advisor);

@@ -95,6 +95,15 @@ static inline uint64_t rf_advise_runs(const struct rf_advisor *advisor)
 int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking, bool *ask,
 		  struct rf_error *error);
 
+/*
+ * Are all pages of @slot, which is held, marked by others that count them? It may wait
+ * for the next fold then, as long as rf_advise_count_waiting() comes before a release.
+ */
+bool rf_advise_is_covered(const struct rf_advisor *advisor, const struct rf_slot *slot);
+
+/* Count what is listed and was not: its pages are marked. */
+void rf_advise_count_waiting(struct rf_advisor *advisor, struct rf_registry *registry);
+
 /* Count all listed slots, unlist them, and mark what is due. Nothing to report: see above. */
 void rf_advise_fold(struct rf_advisor *advisor, struct rf_registry *registry);
 

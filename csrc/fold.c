@@ -84,13 +84,31 @@ static void count_listed(struct rf_advisor *advisor, struct rf_registry *registr
 			rf_advise_extent(advisor, slot, &start, &end);
 		rc = rf_advise_ask_ends(advisor, slot);
 		rf_advise_extend(advisor, slot, start, end, RF_RANGE_DUE);
-		slot->flags |= RF_SLOT_COUNTED;
+		rf_registry_count(registry, slot);
 		/* Not answered: the next fold asks again. */
 		if (rc >= 0)
 			rf_registry_unlist(registry, index);
 		rf_advise_extent(advisor, slot, &start, &end);
 		if (start < end)
 			rf_ranges_tidy(&advisor->ranges, start, end);
+	}
+}
+
+/* From the end, where the last to come are: none is passed by twice. */
+void rf_advise_count_waiting(struct rf_advisor *advisor, struct rf_registry *registry)
+{
+	uint32_t index = registry->last_listed;
+	uintptr_t start, end;
+	struct rf_slot *slot;
+
+	for (; registry->waiting; index = slot->prev) {
+		slot = rf_registry_slot(registry, index);
+		if (slot->flags & RF_SLOT_COUNTED)
+			continue;
+		rf_advise_extent(advisor, slot, &start, &end);
+		rf_advise_count(advisor, slot, start, end, 0);
+		rf_ranges_tidy(&advisor->ranges, start, end);
+		rf_registry_count(registry, slot);
 	}
 }
 

@@ -386,6 +386,72 @@ void rf_ranges_set_flags(struct rf_ranges *ranges, uintptr_t start, uintptr_t en
 	}
 }
 
+/* Does the range before @cursor end at @address? */
+static bool ends_at(const struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t address)
+{
+	const struct rf_leaf *leaf;
+
+	if (!cursor.item) {
+		if (!cursor.entry)
+			return false;
+		cursor.entry--;
+		cursor.item = leaf_at(ranges, cursor.entry)->used;
+	}
+	leaf = leaf_at(ranges, cursor.entry);
+	return leaf->ranges[cursor.item - 1].end == address;
+}
+
+bool rf_ranges_add_apart(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, uint8_t flags,
+			 struct rf_cursor *cursor)
+{
+	struct rf_range fresh = { .start = start, .end = end, .count = 1, .flags = flags };
+	const struct rf_range *after;
+
+	*cursor = rf_ranges_seek(ranges, start);
+	after = rf_ranges_at(ranges, *cursor);
+	if ((after && after->start <= end) || ends_at(ranges, *cursor, start))
+		return false;
+	insert(ranges, cursor, fresh);
+	return true;
+}
+
+struct rf_range *rf_ranges_find_apart(const struct rf_ranges *ranges, uintptr_t start,
+				      uintptr_t end, struct rf_cursor *cursor)
+{
+	struct rf_range *range, *after;
+	struct rf_cursor next;
+
+	*cursor = rf_ranges_seek(ranges, start);
+	range = rf_ranges_at(ranges, *cursor);
+	if (!range || range->start != start || range->end != end ||
+	    ends_at(ranges, *cursor, start))
+		return NULL;
+	next = *cursor;
+	after = rf_ranges_next(ranges, &next);
+	return after && after->start == end ? NULL : range;
+}
+
+void rf_ranges_mark_apart(struct rf_ranges *ranges, struct rf_cursor cursor)
+{
+	struct rf_range *range = rf_ranges_at(ranges, cursor);
+
+	range->mark = true;
+	ranges->mark_edges += 2;
+	ranges->marked_bytes += range->end - range->start;
+	ranges->marks++;
+}
+
+void rf_ranges_drop_apart(struct rf_ranges *ranges, struct rf_cursor cursor)
+{
+	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+
+	RF_ASSERT(range->mark && !(range->flags & RF_RANGE_RETRY));
+	ranges->mark_edges -= 2;
+	ranges->marked_bytes -= range->end - range->start;
+	ranges->marks++;
+	erase(ranges, &cursor);
+}
+
 static bool is_empty(const struct rf_range *range)
 {
 	return !range->count && !range->mark;

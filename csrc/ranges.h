@@ -161,6 +161,23 @@ void rf_ranges_set_flags(struct rf_ranges *ranges, uintptr_t start, uintptr_t en
 			 uint8_t set, uint8_t clear);
 
 /*
+ * The common case in one search: a registration that touches no other. No tidying
+ * after it. The cursor is its place, until something else changes the list.
+ */
+
+/* Count [@start, @end) if no range touches it. */
+bool rf_ranges_add_apart(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, uint8_t flags,
+			 struct rf_cursor *cursor);
+
+/* [@start, @end) if that is one range, which no other touches; or NULL. */
+struct rf_range *rf_ranges_find_apart(const struct rf_ranges *ranges, uintptr_t start,
+				      uintptr_t end, struct rf_cursor *cursor);
+
+/* The kernel has its mark now; it has none any more, and nobody counts it. */
+void rf_ranges_mark_apart(struct rf_ranges *ranges, struct rf_cursor cursor);
+void rf_ranges_drop_apart(struct rf_ranges *ranges, struct rf_cursor cursor);
+
+/*
  * The end of an operation on [@start, @end): nothing there is fresh any more, and
  * what has become equal or empty is joined and dropped.
  */

@@ -35,15 +35,25 @@ static bool may_wait(const struct rf_engine *engine, unsigned int flags)
 	       !__atomic_load_n(&engine->window, __ATOMIC_RELAXED);
 }
 
+/* The slot of @nbytes at @start is held, and others have its pages marked: as above. */
+static bool is_covered(const struct rf_engine *engine, uintptr_t start, size_t nbytes,
+		       unsigned int flags)
+{
+	const struct rf_slot slot = { .start = start, .end = start + nbytes };
+
+	return flags & RF_HELD && !__atomic_load_n(&engine->window, __ATOMIC_RELAXED) &&
+	       rf_advise_is_covered(&engine->advisor, &slot);
+}
+
 /* Does it take no system call? */
-static bool is_quick(const struct rf_engine *engine, size_t nbytes, unsigned int flags,
-		     enum rf_policy policy)
+static bool is_quick(const struct rf_engine *engine, uintptr_t start, size_t nbytes,
+		     unsigned int flags, enum rf_policy policy)
 {
 	if (!nbytes || engine->mode == RF_MODE_NONE)
 		return true;
 	if (rf_unlikely(policy != RF_OMIT))
 		return policy == RF_KEEP && engine->advisor.kernel->copy_trusted;
-	return may_wait(engine, flags);
+	return may_wait(engine, flags) || is_covered(engine, start, nbytes, flags);
 }
 
 /* Nothing to mark: the kernel copies, or there is nothing to copy. */
@@ -86,6 +96,9 @@ static int wipe(struct rf_engine *engine, struct rf_slot *slot, struct rf_error 
 static void uncount(struct rf_engine *engine, struct rf_slot *slot)
 {
 	if (rf_likely(slot->policy == RF_OMIT)) {
+		/* Its marks may be all that protects those. */
+		if (engine->mode == RF_MODE_EAGER)
+			rf_advise_count_waiting(&engine->advisor, &engine->registry);
 		rf_advise_release(&engine->advisor, slot);
 		return;
 	}
@@ -104,7 +117,8 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 	if (rf_unlikely(slot->policy != RF_OMIT))
 		return slot->policy == RF_WIPE ? wipe(engine, slot, error)
 					       : keep(engine, slot, error);
-	if (rf_likely(may_wait(engine, flags))) {
+	if (rf_likely(may_wait(engine, flags)) ||
+	    is_covered(engine, slot->start, slot->end - slot->start, flags)) {
 		rf_registry_list(&engine->registry, index);
 		return 0;
 	}
@@ -251,7 +265,8 @@ RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 		error->cause = rc == -EDEADLK ? RF_CAUSE_SIGNAL : RF_CAUSE_NONE;
 		return rc;
 	}
-	if (rf_unlikely(flags & RF_NOWAIT && !is_quick(engine, nbytes, flags, policy)))
+	if (rf_unlikely(flags & RF_NOWAIT && !is_quick(engine, (uintptr_t)address, nbytes, flags,
+						     policy)))
 		rc = -EAGAIN;
 	else
 		rc = register_entered((uintptr_t)address, nbytes, flags, policy, handle, error);

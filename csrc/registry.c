@@ -24,7 +24,7 @@ void rf_registry_clear(struct rf_registry *registry)
 
 void rf_registry_check(const struct rf_registry *registry)
 {
-	uint32_t index, live = 0, listed = 0, before = RF_SLOT_NONE;
+	uint32_t index, live = 0, listed = 0, waiting = 0, before = RF_SLOT_NONE;
 	const struct rf_slot *slot;
 
 	for (index = 0; index < registry->touched; index++) {
@@ -46,8 +46,10 @@ void rf_registry_check(const struct rf_registry *registry)
 		RF_ASSERT(slot->prev == before);
 		before = index;
 		listed++;
+		waiting += !(slot->flags & RF_SLOT_COUNTED);
 	}
 	RF_ASSERT(before == registry->last_listed);
 	RF_ASSERT(listed == registry->listed);
-	(void)live, (void)listed, (void)before;
+	RF_ASSERT(waiting == registry->waiting);
+	(void)live, (void)listed, (void)waiting, (void)before;
 }

@@ -53,6 +53,7 @@ struct rf_registry {
 	uint32_t free_slot;	/* index + 1 */
 	uint32_t live;
 	uint32_t listed;
+	uint32_t waiting;	/* of them, those that are not counted */
 	uint32_t first_listed, last_listed;
 	uint64_t last_serial;
 	uint64_t inherited;	/* serials up to here are the parent's */
@@ -123,12 +124,21 @@ static inline void rf_registry_list(struct rf_registry *registry, uint32_t index
 		rf_registry_slot(registry, slot->prev)->next = index;
 	registry->last_listed = index;
 	registry->listed++;
+	registry->waiting += !(slot->flags & RF_SLOT_COUNTED);
+}
+
+/* Its pages are counted now. */
+static inline void rf_registry_count(struct rf_registry *registry, struct rf_slot *slot)
+{
+	registry->waiting -= (slot->flags & (RF_SLOT_LISTED | RF_SLOT_COUNTED)) == RF_SLOT_LISTED;
+	slot->flags |= RF_SLOT_COUNTED;
 }
 
 static inline void rf_registry_unlist(struct rf_registry *registry, uint32_t index)
 {
 	struct rf_slot *slot = rf_registry_slot(registry, index);
 
+	registry->waiting -= !(slot->flags & RF_SLOT_COUNTED);
 	slot->flags &= (uint8_t)~RF_SLOT_LISTED;
 	if (slot->prev == RF_SLOT_NONE)
 		registry->first_listed = slot->next;

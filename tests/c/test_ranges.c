@@ -85,15 +85,68 @@ static void tidy(size_t start, size_t end)
 			memset(&pages[at], 0, sizeof(pages[at]));
 }
 
+/* Do pages outside [@start, @end) that touch it, or with @inside those in it, have a range? */
+static bool touched(size_t start, size_t end, bool inside)
+{
+	size_t at;
+
+	if ((start && present(&pages[start - 1])) || (end < PAGES && present(&pages[end])))
+		return true;
+	for (at = start; inside && at < end; at++)
+		if (present(&pages[at]))
+			return true;
+	return false;
+}
+
+static bool add_apart(size_t start, size_t end, uint8_t flags)
+{
+	struct rf_cursor cursor;
+	bool added = rf_ranges_add_apart(&ranges, address(start), address(end), flags, &cursor);
+	size_t at;
+
+	CHECK(added == !touched(start, end, true), "[%zu, %zu)", start, end);
+	if (!added)
+		return false;
+	CHECK(rf_ranges_at(&ranges, cursor)->start == address(start));
+	if (check_below(2)) {
+		rf_ranges_mark_apart(&ranges, cursor);
+		for (at = start; at < end; at++)
+			pages[at].mark = true;
+	}
+	return true;
+}
+
+/* One registration's range that is marked goes at once. */
+static bool drop_apart(size_t start, size_t end)
+{
+	struct rf_cursor cursor;
+	struct rf_range *range =
+		rf_ranges_find_apart(&ranges, address(start), address(end), &cursor);
+	size_t at;
+	bool one = present(&pages[start]) && !touched(start, end, false);
+
+	for (at = start + 1; at < end; at++)
+		one &= present(&pages[at]) && same(&pages[at], &pages[start]);
+	CHECK((range != NULL) == one, "[%zu, %zu)", start, end);
+	if (!range || !range->mark || range->count != 1 || range->flags & RF_RANGE_RETRY)
+		return false;
+	rf_ranges_drop_apart(&ranges, cursor);
+	memset(&pages[start], 0, (end - start) * sizeof(*pages));
+	return true;
+}
+
 static void add(size_t start, size_t end, uint8_t flags)
 {
 	struct page *page;
+	bool apart;
 
 	CHECK(rf_ranges_reserve(&ranges, (uint32_t)live_count + 1) == 0);
-	rf_ranges_add(&ranges, address(start), address(end), flags);
+	apart = check_below(2) && add_apart(start, end, flags);
+	if (!apart)
+		rf_ranges_add(&ranges, address(start), address(end), flags);
 	live[live_count++] = (struct interval){ start, end };
 	for (page = pages + start; page < pages + end; page++) {
-		if (!page->count && page->mark) {
+		if (!apart && !page->count && page->mark) {
 			page->flags = RF_RANGE_DOUBT;
 			page->nature = RF_NATURE_UNASKED;
 		}
@@ -111,13 +164,15 @@ static void sub(size_t which)
 	struct interval old = live[which];
 	struct page *page;
 
+	live[which] = live[--live_count];
+	if (check_below(2) && drop_apart(old.start, old.end))
+		return;
 	rf_ranges_sub(&ranges, address(old.start), address(old.end));
 	for (page = pages + old.start; page < pages + old.end; page++) {
 		page->count--;
 		if (!page->count)
 			page->flags &= (uint8_t)~(RF_RANGE_DOUBT | RF_RANGE_DUE);
 	}
-	live[which] = live[--live_count];
 	tidy(old.start, old.end);
 }
 

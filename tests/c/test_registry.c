@@ -75,11 +75,14 @@ static void random_operations_agree_with_the_model(void)
 			put(check_below(live_count));
 		} else if (live_count) {
 			at = check_below(live_count);
-			if (live[at].listed)
+			if (choice == 7)
+				rf_registry_count(&registry, rf_registry_slot(&registry,
+									      live[at].handle.slot));
+			else if (live[at].listed)
 				rf_registry_unlist(&registry, live[at].handle.slot);
 			else
 				rf_registry_list(&registry, live[at].handle.slot);
-			live[at].listed = !live[at].listed;
+			live[at].listed ^= choice != 7;
 		}
 		if (op % 1024 == 0 || op < 1000) {
 			rf_registry_check(&registry);

@@ -158,10 +158,7 @@ static int collect(struct rf_edges *edges, const struct rf_leaving *leaving, boo
 	return rc;
 }
 
-/*
- * Not by loads: what is not held may be unmapped or inaccessible by now. Not by
- * memcpy(), here and in the child: a sanitizer takes it for the program's own.
- */
+/* Not by loads: what is not held may be unmapped or inaccessible by now. */
 static int read_pieces(struct rf_snapshot *snapshot, const struct rf_piece *pieces,
 		       uint32_t count)
 {
@@ -285,6 +282,25 @@ bool rf_edges_next(const struct rf_edges *edges, uint32_t *at, uintptr_t *start,
 	return true;
 }
 
+/* Not memcpy(): to a sanitizer that is the program's own, which may not write there. */
+__attribute__((no_sanitize("address", "thread", "undefined"))) static void store(uintptr_t to, const char *from, size_t nbytes)
+{
+	volatile char *bytes = (volatile char *)to;
+	volatile uint64_t *words;
+	uint64_t word;
+
+	for (; nbytes && (uintptr_t)bytes % sizeof(word); nbytes--)
+		*bytes++ = *from++;
+	words = (volatile uint64_t *)bytes;
+	for (; nbytes >= sizeof(word); nbytes -= sizeof(word), from += sizeof(word)) {
+		__builtin_memcpy(&word, from, sizeof(word));
+		*words++ = word;
+	}
+	bytes = (volatile char *)words;
+	while (nbytes--)
+		*bytes++ = *from++;
+}
+
 /* As far as @piece lies in [@start, @end), which is @mapped or may be gone. */
 static void put_back(const struct rf_snapshot *snapshot, const struct rf_piece *piece,
 		     uintptr_t start, uintptr_t end, bool mapped)
@@ -299,8 +315,10 @@ static void put_back(const struct rf_snapshot *snapshot, const struct rf_piece *
 	from.iov_len = end - start;
 	to.iov_base = (void *)start;
 	to.iov_len = end - start;
-	if (rf_sys_copy(&to, &from, 1) != (ssize_t)to.iov_len && mapped)
-		memcpy(to.iov_base, from.iov_base, to.iov_len);
+	if (mapped)
+		store(start, from.iov_base, from.iov_len);
+	else
+		(void)rf_sys_copy(&to, &from, 1);
 }
 
 /* Pages of which @pieces hold what is to be on them. */

@@ -9,6 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from ._workers import WorkerError
+
 FORKER = r"""
 #include <pthread.h>
 #include <stdio.h>
@@ -124,13 +126,13 @@ def run(program: str, device: str, forker: str, forks: int, prefix: list[str]) -
             time.sleep(0.1)
         client = subprocess.run([*command, "127.0.0.1"], env=settings, stdout=subprocess.DEVNULL)
         if client.returncode or server.wait():
-            raise SystemExit(f"{program}: exit status {client.returncode or server.returncode}")
+            raise WorkerError(f"{program}: exit status {client.returncode or server.returncode}")
     finally:
         server.kill()
         server.wait()
     costs = [list(map(int, line.split())) for line in out.read_text().splitlines()]
     return {
-        "mebibytes": mebibytes,
+        "nbytes": mebibytes << 20,
         "fork_ns": [ns for ns, _ in costs],
         "child_nbytes": max(nbytes for _, nbytes in costs),
     }

@@ -127,7 +127,7 @@ def main() -> None:
     costs = [fork() for _ in range(int(forks))]
     memory[::PAGE] = b"y" * (nbytes // PAGE)
     found = {
-        "mebibytes": nbytes >> 20,
+        "nbytes": nbytes,
         "fork_ns": [ns for ns, _ in costs],
         "child_nbytes": max(nbytes for _, nbytes in costs),
         "in_place": frames(address, nbytes) == before,

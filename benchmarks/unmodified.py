@@ -1,13 +1,13 @@
 """What does fork() cost a program that was not changed, with and without "rdmafork exec"?
 
-python -m rdmafork.benchmarks.unmodified [--device NAME] [--mebibytes N] [--forks N]
+python -m rdmafork.benchmarks.unmodified [--device NAME] [--quick] [--json FILE] [--plot DIR]
 
-The programs fork with that much memory registered: one through pyverbs; one that takes libibverbs'
-functions by dlvsym() and calls its ibv_fork_init() first, as NCCL does. Those of perftest and UCX,
-where they are installed, have a library preloaded that forks in them, with as much registered as
-they do. Where there is no device: a program that makes the calls libibverbs makes, with io_uring's
-pins. A C compiler is needed. Median nanoseconds of fork(), what its child had for itself, whether
-the registered pages stayed where they are, and the ratio of the two. JSON on standard output.
+The programs fork with 128 MiB registered: one through pyverbs; one that takes libibverbs' functions
+by dlvsym() and calls its ibv_fork_init() first, as NCCL does. Those of perftest and UCX, where they
+are installed, have a library preloaded that forks in them, with as much registered as they do.
+Where there is no device: a program that makes the calls libibverbs makes, with io_uring's pins. The
+peers: alone, and the same under exec (the floor). How long fork() takes in the parent, what its
+child has for itself, and whether the registered pages stay where they are, which root can see.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import json
 import os
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,11 +23,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rdmafork.benchmarks import _forked_programs
-from rdmafork.benchmarks._facts import facts
+from rdmafork.cli import terminal
+
+from . import _forked_programs, _plots
+from ._harness import Document, Result, Row, main
+from ._measures import summary
+from ._progress import Progress
+from ._workers import Skipped, Skips
 
 PROGRAM = str(Path(__file__).with_name("_unmodified_program.py"))
-EXEC = [sys.executable, "-m", "rdmafork", "exec", "--"]
+FLOOR = "under exec"
+PEERS = {"alone": [], FLOOR: [sys.executable, "-m", "rdmafork", "exec", "--"]}
+PARAMETERS = ("program",)
+MEASURES = {
+    "fork_ns": terminal.milliseconds,
+    "child_own_bytes": terminal.size,
+    "in_place": str,
+}
+NBYTES = 128 << 20
 
 # A caller like libibverbs' drivers, which reach its function through slots.
 CALLER = """
@@ -40,47 +52,73 @@ int dontfork(void *base, size_t size) { return ibv_dontfork_range(base, size); }
 Way = Callable[[list[str]], dict[str, Any]]  # what it found, started by this command
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="the first one by default")
+
+
 def build(directory: str, source: str, *options: str) -> str:
     path, library = (os.path.join(directory, name) for name in ("library.c", "library.so"))
-    with open(path, "w") as file:
-        file.write(source)
+    Path(path).write_text(source)
     compiler = shlex.split(os.environ.get("CC", "cc"))
     command = [*compiler, "-shared", "-fPIC", "-O2", "-pthread", path, *options, "-o", library]
-    subprocess.run(command, check=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise Skipped(f"there is no C compiler ({compiler[0]})") from None
+    if done.returncode:
+        raise Skipped(f"{shlex.join(command)}: {done.stderr.strip()[-200:]}")
     return library
 
 
 def start(arguments: list[str], prefix: list[str]) -> dict[str, Any]:
     command = [*prefix, sys.executable, PROGRAM, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"exit status {done.returncode} of {shlex.join(command)}")
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise Skipped(f"exit status {done.returncode}: {last}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def ways(device: str | None, options: argparse.Namespace, directory: str) -> dict[str, Way]:
-    sizes = [str(options.mebibytes << 20), str(options.forks)]
+def ways(device: str | None, forks: int, directory: str, skipped: Skips) -> dict[str, Way]:
+    sizes = [str(NBYTES), str(forks)]
     if not device:
+        skipped.append({"program": "all that need a device", "reason": "there is no RDMA device"})
         caller = build(directory, CALLER, "-l:libibverbs.so.1")
         return {"ranges": partial(start, ["ranges", "", *sizes, caller])}
     forker = build(directory, _forked_programs.FORKER)
-    own: dict[str, Way] = {n: partial(start, [n, device, *sizes]) for n in ("pyverbs", "dlvsym")}
-    others: dict[str, Way] = {
-        name: partial(_forked_programs.run, name, device, forker, options.forks)
-        for name in _forked_programs.PROGRAMS
-        if shutil.which(name)
-    }
-    return own | others
+    found: dict[str, Way] = {n: partial(start, [n, device, *sizes]) for n in ("pyverbs", "dlvsym")}
+    for name in _forked_programs.PROGRAMS:
+        if shutil.which(name):
+            found[name] = partial(_forked_programs.run, name, device, forker, forks)
+        else:
+            skipped.append({"program": name, "reason": "it is not installed"})
+    return found
 
 
-def compare(name: str, way: Way) -> dict[str, Any]:
-    alone, executed = way([]), way(EXEC)
-    for found in (alone, executed):
-        found["fork_ns"] = round(statistics.median(found["fork_ns"]))
-    ratio = round(executed["fork_ns"] / alone["fork_ns"], 4)
-    print(f"{name:>12}: {alone} alone, {executed} under exec: {ratio}", file=sys.stderr)
-    return {"alone": alone, "exec": executed, "fork_ratio": ratio}
+def measure(options: argparse.Namespace, progress: Progress) -> Result:
+    forks = 3 if options.quick else 7
+    rows: list[Row] = []
+    skipped: Skips = []
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            found = ways(options.device or first_device(), forks, directory, skipped)
+        except Skipped as reason:
+            return Result(forks, rows, [*skipped, {"program": "all", "reason": str(reason)}])
+        for i, (program, way) in enumerate(found.items()):
+            progress(i / len(found), program)
+            try:
+                rows += [row(program, peer, way(command)) for peer, command in PEERS.items()]
+            except Skipped as reason:
+                skipped.append({"program": program, "reason": str(reason)})
+    return Result(forks, rows, skipped)
+
+
+def row(program: str, peer: str, found: dict[str, Any]) -> Row:
+    made = {"peer": peer, "program": program, "registered_bytes": found["nbytes"]}
+    made["fork_ns"] = summary(found["fork_ns"])
+    made["child_own_bytes"] = found["child_nbytes"]
+    return made | ({"in_place": found["in_place"]} if "in_place" in found else {})
 
 
 def first_device() -> str | None:
@@ -90,18 +128,33 @@ def first_device() -> str | None:
         return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device")
-    parser.add_argument("--mebibytes", type=int, default=128)
-    parser.add_argument("--forks", type=int, default=7)
-    options = parser.parse_args()
-    device = options.device or first_device()
-    with tempfile.TemporaryDirectory() as directory:
-        found = {n: compare(n, way) for n, way in ways(device, options, directory).items()}
-    json.dump({"machine": facts(), "device": device, "programs": found}, sys.stdout, indent=1)
-    print()
+def plot(document: Document, directory: Path) -> list[Path]:
+    """Two bars a program: fork() alone, and under exec."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    path = directory / "unmodified.svg"
+    colours = {"alone": "#999999", FLOOR: "#0072B2"}
+    with matplotlib.rc_context(_plots.STYLE):
+        figure, axis = pyplot.subplots(figsize=(7, 1 + 0.3 * len(document["rows"])))
+        for at, bar in enumerate(reversed(document["rows"])):
+            value = bar["fork_ns"]["median"] / 1e6
+            name = f"{bar['program']}, {bar['peer']}"
+            axis.barh(name, value, height=0.6, color=colours[bar["peer"]])
+            text = f" {terminal.milliseconds(bar['fork_ns']['median'])}"
+            axis.text(value, at, text, va="center", fontsize=7)
+        axis.set_xscale("log")
+        axis.margins(x=0.15)
+        axis.grid(axis="y", visible=False)
+        axis.set_xlabel("ms of a fork() with 128 MiB registered (ucx_perftest: 52 MiB)")
+        figure.tight_layout(rect=(0, 0.06, 1, 1))
+        figure.text(0.01, 0.01, _plots.foot(document, FLOOR), fontsize=6, color="#777777")
+        figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+        pyplot.close(figure)
+    return [path]
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main("unmodified"))

@@ -90,6 +90,12 @@ def get_library() -> str:
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), "librdmafork.so")
 
 
+if not os.environ.keys().isdisjoint(("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "RDMAFORK_EXEC")):
+    # The engine runs without fork_init(), which does this elsewhere.
+    from rdmafork._core import _load_all
+
+    _load_all()
+
 if os.environ.get("RDMAFORK_TRACE_FORKS", "0") not in ("", "0"):
     from rdmafork import _trace
 
@@ -97,7 +103,8 @@ if os.environ.get("RDMAFORK_TRACE_FORKS", "0") not in ("", "0"):
 
 
 if not TYPE_CHECKING:
-    # Imported when first used: enums and named tuples take longer to make than all else to import.
+    # Imported when first used, or by fork_init(): enums and named tuples take longer to make than
+    # all else to import.
     _LATER = {
         "_results": ("ForkStatus", "InterceptedLibrary", "KernelInfo", "ProtectedRange", "Stats"),
         "_verbs": ("Access", "Context", "MemoryRegion", "ProtectionDomain"),

@@ -382,6 +382,14 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
     return self
 
 
+def _load_all():
+    # A child waits for ever for what another thread was importing at the fork.
+    import rdmafork._dlpack
+    import rdmafork._results
+    import rdmafork._verbs
+    import rdmafork.devices
+
+
 def fork_init(mode="auto", *, intercept=False):
     """Start protecting registered memory, before the first registration.
 
@@ -416,6 +424,7 @@ def fork_init(mode="auto", *, intercept=False):
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     wish = MODES[mode]
+    _load_all()
     with nogil:
         rc = rf_fork_init(wish, &error)
     if rc >= 0 and intercept:

@@ -4,11 +4,13 @@ Locks held across fork() are how such libraries hang: the engine holds none. Wha
 here is compiled from tests/deadlocks. A hang is killed by timeout(1), and so is its family.
 """
 
+import contextlib
 import ctypes
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -220,6 +222,27 @@ def _threads_fork(mode, count):
 @both_modes
 def test_python_threads_may_fork_while_others_register(run, mode):
     run(_threads_fork, mode, 120, prefix=WATCHED)
+
+
+@pytest.mark.parametrize("env", [{}, {"RDMAV_FORK_SAFE": "1"}])
+def test_no_function_imports_what_another_thread_may_be_importing_at_a_fork(run, env):
+    """Its child would wait for that import for ever."""
+    run(_use_all, not env, env=env)
+
+
+def _use_all(by_hand):
+    if by_hand:
+        rdmafork.fork_init()
+    before = {name for name in sys.modules if name.startswith("rdmafork")}
+    with rdmafork.Buffer(4096), rdmafork.register(bytearray(1 << 16)):
+        rdmafork.stats(), rdmafork.protected_ranges(), rdmafork.kernel_info()
+        rdmafork.is_fork_initialized()
+    with contextlib.suppress(OSError):  # there is no RDMA
+        rdmafork.get_device_list(all=True)
+    for name in rdmafork.__all__:
+        getattr(rdmafork, name)
+    after = {name for name in sys.modules if name.startswith("rdmafork")}
+    assert after - before <= {"rdmafork._version"}
 
 
 # ---- forks by signal handlers -----------------------------------------------------------

@@ -488,7 +488,14 @@ void rf_intercept_child(void)
 	__atomic_store_n(&state.lock.word, 0, __ATOMIC_RELEASE);
 }
 
-const char *rf_intercept_reason(uint8_t why)
+RF_API const char *rf_library_how_name(uint8_t how)
+{
+	static const char *const hows[] = { "ours", "rewritten", "patched", "refused" };
+
+	return how <= RF_LIBRARY_REFUSED ? hows[how] : NULL;
+}
+
+RF_API const char *rf_library_why_text(uint8_t why)
 {
 	switch (why) {
 	case RF_WHY_NONE:
@@ -500,7 +507,7 @@ const char *rf_intercept_reason(uint8_t why)
 	case RF_WHY_MACHINE:
 		return "it calls its range functions directly, on a machine that is not x86-64";
 	default:
-		return "its code or its slots may not be changed here";
+		return "its code or its slots may not be changed in this process";
 	}
 }
 
@@ -525,7 +532,7 @@ RF_API int rf_intercept(struct rf_error *error)
 			snprintf(error->text, sizeof(error->text), "%.100s (loaded for %.60s): %s",
 				 *library->path ? library->path : "the program",
 				 *library->user ? library->user : "what is not known",
-				 rf_intercept_reason(library->why));
+				 rf_library_why_text(library->why));
 		}
 	}
 	rf_lock_drop(&state.lock);

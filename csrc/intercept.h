@@ -36,9 +36,6 @@ void rf_intercept_begin(void);
 /* Has there been a libibverbs in this process? */
 bool rf_intercept_any(void);
 
-/* enum rf_library_why in words; NULL: RF_WHY_NONE. */
-const char *rf_intercept_reason(uint8_t why);
-
 /*
  * If interception is on: serve what has been loaded since. Waits for no lock of ours.
  * @forking: in a fork handler, where nothing may allocate memory.

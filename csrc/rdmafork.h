@@ -34,7 +34,7 @@ extern "C" {
 #define RF_API __attribute__((visibility("default")))
 
 /* Changes when a caller compiled against an older header would misbehave. */
-#define RF_ABI 2
+#define RF_ABI 3
 
 enum rf_mode {
 	RF_MODE_NONE = 0,	/* rf_fork_init() has not been called */
@@ -183,6 +183,10 @@ RF_API int rf_intercept(struct rf_error *error);
  * the number there are is returned. -EDEADLK.
  */
 RF_API ssize_t rf_libraries(struct rf_library *out, size_t capacity);
+
+/* In words: "ours", and why it is refused, or NULL. */
+RF_API const char *rf_library_how_name(uint8_t how);
+RF_API const char *rf_library_why_text(uint8_t why);
 
 /* 1 live and protected, 0 live and not protected, -ESTALE, -ECHILD. */
 RF_API int rf_handle_state(struct rf_handle handle);

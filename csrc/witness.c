@@ -256,7 +256,6 @@ static void put_numbers(struct rf_json *json)
 
 static void put_libraries(struct rf_json *json)
 {
-	static const char *const hows[] = { "ours", "rewritten", "patched", "refused" };
 	static struct rf_library libraries[RF_LIBRARIES];
 	ssize_t i, count = rf_libraries(libraries, RF_LIBRARIES);
 
@@ -264,8 +263,8 @@ static void put_libraries(struct rf_json *json)
 	for (i = 0; i < count; i++) {
 		rf_json_open(json, NULL, '{');
 		rf_json_string(json, "path", libraries[i].path);
-		rf_json_string(json, "how", hows[libraries[i].how]);
-		rf_json_string(json, "why", rf_intercept_reason(libraries[i].why));
+		rf_json_string(json, "how", rf_library_how_name(libraries[i].how));
+		rf_json_string(json, "why", rf_library_why_text(libraries[i].why));
 		rf_json_close(json, '}');
 	}
 	rf_json_close(json, ']');

@@ -84,6 +84,8 @@ cdef extern from "rdmafork.h" nogil:
 
     int rf_intercept(rf_error *error)
     ssize_t rf_libraries(rf_library *out, size_t capacity)
+    const char *rf_library_how_name(unsigned char how)
+    const char *rf_library_why_text(unsigned char why)
 
     int rf_handle_state(rf_handle handle)
     uint32_t rf_generation()

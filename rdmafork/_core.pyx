@@ -51,14 +51,6 @@ cdef dict MODE_NAMES = {RF_MODE_LAZY: "lazy", RF_MODE_EAGER: "eager"}
 cdef tuple POLICY_NAMES = ("omit", "wipe", "keep")
 cdef tuple PROTECTION_NAMES = (None, "advice", "kernel", "pending", "shared")
 cdef tuple HOW_NAMES = ("version", "netlink")
-cdef tuple LIBRARY_NAMES = ("ours", "rewritten", "patched", "refused")
-cdef tuple REFUSALS = (
-    None,
-    "its own fork support protects memory already",
-    "it calls its range functions directly, and they are not known ones",
-    "it calls its range functions directly, on a machine that is not x86-64",
-    "its code or its slots may not be changed in this process",
-)
 cdef tuple FATES = ("is absent", "was wiped", "is a copy")
 cdef str OMIT = "omit"
 
@@ -517,6 +509,10 @@ def stats():
     )
 
 
+cdef object text_or_none(const char *text):
+    return None if text == NULL else text.decode()
+
+
 cdef tuple libraries():
     from rdmafork._results import InterceptedLibrary
     cdef rf_library found[16]  # there are no more
@@ -529,8 +525,8 @@ cdef tuple libraries():
         InterceptedLibrary(
             os.fsdecode(found[i].path) or sys.executable,
             os.fsdecode(found[i].user) or None,
-            LIBRARY_NAMES[found[i].how],
-            REFUSALS[found[i].why])
+            rf_library_how_name(found[i].how).decode(),
+            text_or_none(rf_library_why_text(found[i].why)))
         for i in range(count)
     ])
 

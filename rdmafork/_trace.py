@@ -1,9 +1,11 @@
-"""Who forks, in a Python program that imports rdmafork under `rdmafork exec --trace-forks`.
+"""Who forks, in a Python program under `rdmafork exec --trace-forks`: see startup/sitecustomize.py.
 
 The engine's report names the C function that called fork(), which for all of Python is one. Here
 each place is told once, on stderr, with its Python stack, before the fork: nothing of Python may
 run in the engine's fork handler.
 """
+
+from __future__ import annotations  # any Python may run it
 
 import os
 import sys
@@ -11,6 +13,7 @@ import traceback
 
 _PLACES = 100  # a program that forks from more is no longer read
 
+_begun = False
 _told: set[tuple[tuple[str, int], ...]] = set()
 
 
@@ -32,4 +35,7 @@ def _tell() -> None:
 
 
 def begin() -> None:
-    os.register_at_fork(before=_tell)
+    global _begun
+    if not _begun:
+        _begun = True
+        os.register_at_fork(before=_tell)

@@ -82,3 +82,46 @@ def test_a_program_that_forks_from_everywhere_is_told_of_a_hundred_places(tmp_pa
     forks = "\n".join(f"def f{i}(): fork()\nf{i}()" for i in range(120))
     told = errors_of(PROGRAM + forks, tmp_path, RDMAFORK_TRACE_FORKS="1")
     assert told.count("rdmafork: fork() in process") == 100
+
+
+UNCHANGED = """
+import multiprocessing, sys
+
+def pool():
+    with multiprocessing.get_context("fork").Pool(2) as workers:
+        workers.map(abs, range(4))
+
+pool()
+print("rdmafork" in sys.modules, sys.modules["sitecustomize"].__file__)
+"""
+
+
+def executed(tmp_path, *options, **env):
+    (tmp_path / "program.py").write_text(UNCHANGED)
+    return subprocess.run(
+        [sys.executable, "-m", "rdmafork", "exec", "--trace-forks", "--", sys.executable, *options,
+         tmp_path / "program.py"],
+        env=environment(env), text=True, capture_output=True, timeout=120, check=True,
+    )  # fmt: skip
+
+
+def test_a_program_that_knows_nothing_of_rdmafork_is_told_of_under_exec(tmp_path):
+    done = executed(tmp_path)
+    assert done.stderr.count("rdmafork: fork() in process") == 1
+    assert ", in pool" in done.stderr
+    assert done.stdout.startswith("False ")
+
+
+def test_its_own_sitecustomize_is_imported_all_the_same(tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("print('mine')")
+    done = executed(tmp_path, PYTHONPATH=str(own))
+    # And by the Python of the command itself, before.
+    assert done.stdout.splitlines() == ["mine", "mine", f"False {own}/sitecustomize.py"]
+    assert ", in pool" in done.stderr
+
+
+def test_a_program_that_imports_rdmafork_too_is_told_of_once(tmp_path):
+    done = executed(tmp_path, "-c", f"import rdmafork\n{UNCHANGED}")
+    assert done.stderr.count("rdmafork: fork() in process") == 1

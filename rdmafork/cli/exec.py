@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace-forks",
         action="store_true",
-        help="report who forked; Python programs that import rdmafork tell their stack on stderr",
+        help="report who forked; Python tells its stack on stderr, each place once",
     )
     parser.add_argument(
         "--keep-devices", action="store_true", help="children keep RDMA devices open"
@@ -137,6 +137,9 @@ def _environment(args: argparse.Namespace, rank: launchers.Rank | None) -> dict[
         environ["RDMAFORK_REPORT"] = _report(args.report, rank)
     if args.trace_forks:
         environ["RDMAFORK_TRACE_FORKS"] = "1"
+        startup = os.path.join(os.path.dirname(rdmafork.__file__), "startup")
+        others = environ.get("PYTHONPATH")
+        environ["PYTHONPATH"] = f"{startup}{os.pathsep}{others}" if others else startup
     if args.keep_devices:
         environ["RDMAFORK_KEEP_DEVICES"] = "1"
     if rank:

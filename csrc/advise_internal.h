@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What advise.c, fold.c, count.c and explain.c share. The engine's lock is held in all of it. */
+/* What advise.c, release.c, fold.c, count.c and explain.c share. The engine's lock is held in all of it. */
 #ifndef RF_ADVISE_INTERNAL_H
 #define RF_ADVISE_INTERNAL_H
 
@@ -14,6 +14,18 @@ static inline uintptr_t down(uintptr_t address, unsigned int shift)
 static inline uintptr_t up(uintptr_t address, unsigned int shift)
 {
 	return down(address + ((uintptr_t)1 << shift) - 1, shift);
+}
+
+/* Are the pages [@start, @end) that @slot takes its own to the last byte? */
+static inline bool has_no_gaps(const struct rf_slot *slot, uintptr_t start, uintptr_t end)
+{
+	return slot->start <= start && end <= slot->end;
+}
+
+/* Nobody counts it, or it is shared: its mark waits to be taken away. */
+static inline bool rf_advise_is_unwanted(const struct rf_range *range)
+{
+	return range->mark && !rf_range_wants_mark(range);
 }
 
 /* Touching ranges that one madvise() serves. */

@@ -432,7 +432,8 @@ bool rf_advise_is_covered(const struct rf_advisor *advisor, const struct rf_slot
 	uintptr_t at, end;
 
 	rf_advise_extent(advisor, slot, &at, &end);
-	if (at >= end)
+	/* For what a child is to be given back there, room is to be taken now. */
+	if (at >= end || !has_no_gaps(slot, at, end))
 		return false;
 	cursor = rf_ranges_seek(ranges, at);
 	for (range = rf_ranges_at(ranges, cursor); range && range->start <= at && range->mark &&

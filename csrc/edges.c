@@ -282,8 +282,10 @@ bool rf_edges_next(const struct rf_edges *edges, uint32_t *at, uintptr_t *start,
 	return true;
 }
 
+#define UNSANITIZED __attribute__((no_sanitize("address", "thread", "undefined")))
+
 /* Not memcpy(): to a sanitizer that is the program's own, which may not write there. */
-__attribute__((no_sanitize("address", "thread", "undefined"))) static void store(uintptr_t to, const char *from, size_t nbytes)
+UNSANITIZED static void store(uintptr_t to, const char *from, size_t nbytes)
 {
 	volatile char *bytes = (volatile char *)to;
 	volatile uint64_t *words;

@@ -97,18 +97,22 @@ static void count_listed(struct rf_advisor *advisor, struct rf_registry *registr
 /* From the end, where the last to come are: none is passed by twice. */
 void rf_advise_count_waiting(struct rf_advisor *advisor, struct rf_registry *registry)
 {
-	uint32_t index = registry->last_listed;
-	uintptr_t start, end;
+	uint32_t index = registry->last_listed, before;
+	uintptr_t mask = advisor->kernel->page_size - 1, start, end;
 	struct rf_slot *slot;
 
-	for (; registry->waiting; index = slot->prev) {
+	for (; registry->waiting; index = before) {
 		slot = rf_registry_slot(registry, index);
+		before = slot->prev;
 		if (slot->flags & RF_SLOT_COUNTED)
 			continue;
 		rf_advise_extent(advisor, slot, &start, &end);
 		rf_advise_count(advisor, slot, start, end, 0);
 		rf_ranges_tidy(&advisor->ranges, start, end);
 		rf_registry_count(registry, slot);
+		/* As of any other that is marked at once, only edges are asked what they lie in. */
+		if (!((slot->start | slot->end) & mask))
+			rf_registry_unlist(registry, index);
 	}
 }
 

@@ -31,6 +31,8 @@ static void prepare(void)
 		return;
 	}
 	engine->forks++;
+	if (engine->mode == RF_MODE_EAGER)
+		rf_advise_count_waiting(&engine->advisor, &engine->registry);
 	rf_advise_fold(&engine->advisor, &engine->registry);
 	rf_advise_retry(&engine->wiper);
 	rf_edges_save(&engine->edges);

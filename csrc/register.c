@@ -170,13 +170,13 @@ static bool name_lost(const struct rf_engine *engine, uintptr_t page, struct rf_
 	return true;
 }
 
-/* The same of the first and the last page of the counted @slot, if others share them. */
+/* The same of the first and the last page of @slot, if others share them. */
 static void name_lost_pages(const struct rf_engine *engine, const struct rf_slot *slot,
 			    struct rf_error *error)
 {
 	uintptr_t mask = engine->edges.page_size - 1;
 
-	if (!engine->advisor.whole)
+	if (!engine->advisor.whole || slot->start == slot->end || slot->policy == RF_KEEP)
 		return;
 	if (!slot->start_shift && slot->start & mask &&
 	    name_lost(engine, slot->start & ~mask, error))
@@ -196,7 +196,6 @@ static int settle(struct rf_engine *engine, struct rf_slot *slot, uint32_t index
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
-	name_lost_pages(engine, slot, error);
 	return 0;
 }
 
@@ -239,6 +238,7 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 		handle->serial = 0;
 		return rc;
 	}
+	name_lost_pages(engine, slot, error);
 	engine->registered = true;
 	return 1;
 }

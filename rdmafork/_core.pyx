@@ -295,7 +295,7 @@ cdef int take_strided(Registration self, object buffer) except -1:
 
 
 cdef int take_tensor(Registration self, object tensor) except -1:
-    if not hasattr(tensor, "__dlpack__"):
+    if not (hasattr(tensor, "__dlpack__") and hasattr(tensor, "__dlpack_device__")):
         raise TypeError(
             f"cannot register {type(tensor).__name__!r}: it has neither the buffer protocol "
             f"(bytearray, memoryview, mmap, numpy array) nor __dlpack__ (a CPU tensor)")

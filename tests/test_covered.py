@@ -1,11 +1,14 @@
 """Eager registrations of pages that others have marked already: no cost, and no less protected."""
 
+import ctypes
 import random
+import resource
 
-from conftest import PAGE, fork_once, fresh, marked, private_map
+import pytest
+from conftest import PAGE, child, fork_once, fresh, marked, private_map, read
 
 import rdmafork
-from rdmafork import register, register_address, stats
+from rdmafork import SharedPageWarning, register, register_address, stats
 
 PAGES = 64
 
@@ -80,3 +83,35 @@ def test_any_order_of_closing_leaves_what_is_registered_marked():
             del held[registration]
             assert marked_of(start) == set().union(*held.values())
         memory.close()
+
+
+# ---- whole pages: what is beside registered bytes on a page is to come back to the child ------
+
+
+@fresh(env={"RDMAFORK_MODE": "eager", "RDMAFORK_EDGES": "whole"})
+def test_room_for_what_a_child_is_given_back_is_taken_at_once():
+    rdmafork.fork_init()
+    memory, start = private_map(5000 * PAGE)
+    memory[:] = b"x" * len(memory)
+    with register(memory):
+        inner = [register_address(start + i * PAGE + 100, 50, owner=memory) for i in range(5000)]
+    with open("/proc/self/statm") as file:
+        mapped = int(file.read().split()[0]) * PAGE
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 20), resource.RLIM_INFINITY))
+    for at in (start, start + 4999 * PAGE):
+        assert child(read, at, 200) == b"x" * 100 + bytes(50) + b"x" * 50
+    del inner
+
+
+@fresh(env={"RDMAFORK_MODE": "eager", "RDMAFORK_EDGES": "whole"})
+def test_what_cannot_be_given_back_is_warned_of():
+    rdmafork.fork_init()
+    libc = ctypes.CDLL(None)
+    libc.pthread_self.restype = ctypes.c_void_p
+    page = libc.pthread_self() & -PAGE
+    # All of its pages, none of which it shares: no warning.
+    with (
+        register_address(page, PAGE, owner=libc),
+        pytest.warns(SharedPageWarning, match="control block"),
+    ):
+        register_address(page + 2048, 8, owner=libc).close()

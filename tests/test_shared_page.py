@@ -7,7 +7,7 @@ import threading
 import warnings
 
 import pytest
-from conftest import PAGE, child, fresh, private_map, read, write
+from conftest import LAZY, PAGE, child, fresh, private_map, read, write
 
 import rdmafork
 from rdmafork import Buffer, SharedPageWarning, register, register_address
@@ -82,17 +82,18 @@ def test_nothing_is_said_where_all_is_given_back():
         registration.close()
 
 
+@pytest.mark.parametrize("mode", [LAZY, "eager"])
 @pytest.mark.parametrize("where", ["main", "thread"])
 @fresh(env=WHOLE)
-def test_what_fork_itself_uses_is_named_once_a_call_site(where):
-    rdmafork.fork_init("eager")
+def test_what_fork_itself_uses_is_named_once_a_call_site(where, mode):
+    rdmafork.fork_init(mode)
 
     def twice():
         address = control_block() + 16
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             for _ in range(2):
-                register_address(address, 8).close()
+                register_address(address, 8, owner=twice).close()
             line = twice.__code__.co_firstlineno + 5
         return address, [(w.category, w.filename, w.lineno, str(w.message)) for w in caught], line
 

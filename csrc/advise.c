@@ -309,7 +309,7 @@ static void undo(struct rf_advisor *advisor, struct rf_slot *slot)
 	}
 	/* What waited to be unmarked before waits again, or is gone, all of it. */
 	rf_advise_widen(advisor, &start, &end);
-	for (at = start; at < end && rf_advise_next_run(advisor, at, end, rf_advise_is_unwanted, &run);
+	for (at = start; at < end && rf_advise_next_run(advisor, at, end, is_unwanted, &run);
 	     at = run.end)
 		rf_advise_unmark(advisor, run.start, run.end);
 	rf_ranges_tidy(ranges, start, end);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What advise.c, release.c, fold.c, count.c and explain.c share. The engine's lock is held in all of it. */
+/* What the files share that turn counts into advice. The engine's lock is held in all of it. */
 #ifndef RF_ADVISE_INTERNAL_H
 #define RF_ADVISE_INTERNAL_H
 
@@ -23,7 +23,7 @@ static inline bool has_no_gaps(const struct rf_slot *slot, uintptr_t start, uint
 }
 
 /* Nobody counts it, or it is shared: its mark waits to be taken away. */
-static inline bool rf_advise_is_unwanted(const struct rf_range *range)
+static inline bool is_unwanted(const struct rf_range *range)
 {
 	return range->mark && !rf_range_wants_mark(range);
 }

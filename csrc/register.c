@@ -266,7 +266,7 @@ RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 		return rc;
 	}
 	if (rf_unlikely(flags & RF_NOWAIT && !is_quick(engine, (uintptr_t)address, nbytes, flags,
-						     policy)))
+						       policy)))
 		rc = -EAGAIN;
 	else
 		rc = register_entered((uintptr_t)address, nbytes, flags, policy, handle, error);

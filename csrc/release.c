@@ -130,12 +130,12 @@ void rf_advise_widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr
 {
 	const struct rf_range *range, *beside;
 
-	while ((beside = rf_ranges_find(&advisor->ranges, *end)) && rf_advise_is_unwanted(beside) &&
-	       (range = rf_ranges_find(&advisor->ranges, *end - 1)) && rf_advise_is_unwanted(range))
+	while ((beside = rf_ranges_find(&advisor->ranges, *end)) && is_unwanted(beside) &&
+	       (range = rf_ranges_find(&advisor->ranges, *end - 1)) && is_unwanted(range))
 		*end = beside->end;
 	while (*start && (beside = rf_ranges_find(&advisor->ranges, *start - 1)) &&
-	       rf_advise_is_unwanted(beside) && (range = rf_ranges_find(&advisor->ranges, *start)) &&
-	       rf_advise_is_unwanted(range))
+	       is_unwanted(beside) && (range = rf_ranges_find(&advisor->ranges, *start)) &&
+	       is_unwanted(range))
 		*start = beside->start;
 }
 
@@ -260,7 +260,7 @@ static void release_among_others(struct rf_advisor *advisor, const struct rf_slo
 	if (slot->flags & RF_SLOT_HELD)
 		forget_due(advisor, start, end);
 	rf_advise_widen(advisor, &start, &end);
-	for (at = start; at < end && rf_advise_next_run(advisor, at, end, rf_advise_is_unwanted, &run);
+	for (at = start; at < end && rf_advise_next_run(advisor, at, end, is_unwanted, &run);
 	     at = run.end)
 		rf_advise_unmark(advisor, run.start, run.end);
 	rf_ranges_tidy(ranges, start, end);

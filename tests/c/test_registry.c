@@ -61,6 +61,7 @@ static void random_operations_agree_with_the_model(void)
 {
 	unsigned long op, ops = check_scale(400000);
 	uint64_t newest = 0;
+	struct rf_slot *slot;
 	size_t at;
 
 	rf_registry_init(&registry);
@@ -75,9 +76,9 @@ static void random_operations_agree_with_the_model(void)
 			put(check_below(live_count));
 		} else if (live_count) {
 			at = check_below(live_count);
+			slot = rf_registry_slot(&registry, live[at].handle.slot);
 			if (choice == 7)
-				rf_registry_count(&registry, rf_registry_slot(&registry,
-									      live[at].handle.slot));
+				rf_registry_count(&registry, slot);
 			else if (live[at].listed)
 				rf_registry_unlist(&registry, live[at].handle.slot);
 			else

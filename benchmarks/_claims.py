@@ -71,7 +71,7 @@ CLAIMS = (
         "lazy, from Python: to memoryview(b).release()",
         *("registration", "pair_ns", {"peer": "rdmafork lazy, Python"} | NEW),
         {"peer": "memoryview, Python"},
-        most=0.95,
+        most=0.9,
         aim=0.8,
     ),
     Claim(
@@ -93,7 +93,7 @@ CLAIMS = (
     Claim(
         "eager, new range: instructions beyond theirs",
         *("registration", "instructions", EAGER | NEW, PAIR),
-        most=2700,
+        most=1300,
         aim=400,
         difference=True,
     ),
@@ -106,7 +106,7 @@ CLAIMS = (
     Claim(
         "eager: to libibverbs in the worst situation",
         *("registration", "pair_ns", EAGER, LIBIBVERBS),
-        most=6.5,
+        most=1.6,
         aim=1,
     ),
     Claim(

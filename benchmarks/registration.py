@@ -141,7 +141,7 @@ def count(row: Row, quick: bool, skipped: Skips) -> None:
         wanted["instructions"] = counted.instructions
     for measured, how in wanted.items():
         try:
-            row[measured] = how(times)
+            row[measured] = how(times) + 0.0  # no -0
         except Skipped as reason:
             skipped.append({"peer": row["peer"], "counting": measured, "reason": str(reason)})
 

@@ -1,6 +1,7 @@
 """The README's examples do what they say."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,13 @@ def test_the_example_runs(example, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     if "print(" in example:
         assert "protected_by='advice'" in done.stdout
+
+
+def test_its_tables_of_costs_are_those_of_the_results():
+    """python docs/costs.py writes them."""
+    text = README.read_text()
+    assert text.count("<!-- costs: ") == 3
+    assert runpy.run_path(str(README.parent / "docs/costs.py"))["written"](text) == text
 
 
 def test_there_is_an_example():

@@ -1,0 +1,113 @@
+"""README's tables of what it costs, from benchmarks/results.
+
+    python docs/costs.py
+
+Between "<!-- costs: NAME -->" and "<!-- end -->" it writes the table of that name, made of what
+`make bench` measured last.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rdmafork.benchmarks._facts import in_words
+from rdmafork.cli import terminal
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+SECTION = re.compile(r"(<!-- costs: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Row = dict[str, Any]
+
+
+def document(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    return found
+
+
+def rows(name: str, **wanted: Any) -> dict[str, Row]:
+    """{peer: its row} of that situation."""
+    return {row["peer"]: row for row in document(name)["rows"] if wanted.items() <= row.items()}
+
+
+def table(*lines: list[str]) -> Iterator[str]:
+    heading, *rest = lines
+    for line in (heading, ["---"] * len(heading), *rest):
+        yield f"| {' | '.join(line)} |"
+
+
+def milliseconds(us: float) -> str:
+    return terminal.milliseconds(us * 1e3)
+
+
+def cell(row: Row, measure: str, shown: Callable[[float], str]) -> str:
+    """The median, and how it compares with the floor's."""
+    value = row[measure]
+    return f"{shown(value['median'])}, {terminal.ratio(value['to_floor'], 1).strip()}"
+
+
+def fork() -> Iterator[str]:
+    found = rows("fork_latency", pages="base", buffer_bytes=1 << 30, ranges=1)
+    yield from table(
+        ["1 GiB registered and pinned", "`fork()`, to the floor", "the child has for itself"],
+        *(
+            [peer, cell(row, "fork_us", milliseconds),
+             terminal.size(row["child_own_bytes"]["median"])]
+            for peer, row in found.items()
+        ),
+    )  # fmt: skip
+
+
+def registration() -> Iterator[str]:
+    def shown(found: dict[str, Row], peer: str) -> str:
+        return cell(found[peer], "pair_ns", terminal.nanoseconds) if peer in found else "-"
+
+    new, inside = (
+        rows("registration", nbytes=4096, situation=situation) for situation in ("new", "inside")
+    )
+    yield from table(
+        ["register and release a page", "of its own, to the floor", "system calls",
+         "of a registered arena"],
+        *([peer, shown(new, peer), f"{row['system_calls']:g}" if "system_calls" in row else "-",
+           shown(inside, peer)] for peer, row in new.items()),
+    )  # fmt: skip
+
+
+def many() -> Iterator[str]:
+    found = rows("fork_latency", pages="base", ranges=10_000)
+    yield from table(
+        ["10 000 unaligned buffers of 32 KiB", "the first `fork()`", "each after it",
+         "until it returns in the child"],
+        *(
+            [peer, *(cell(row, m, milliseconds) for m in ("first_fork_us", "fork_us", "child_us"))]
+            for peer, row in found.items()
+        ),
+    )  # fmt: skip
+
+
+def machine(name: str) -> Iterator[str]:
+    yield f"({in_words(document(name)['machine'])}.)"
+
+
+TABLES: dict[str, tuple[Callable[[], Iterator[str]], str]] = {
+    "fork": (fork, "fork_latency"),
+    "registration": (registration, "registration"),
+    "many": (many, "fork_latency"),
+}
+
+
+def written(text: str) -> str:
+    """The same with its tables as they are to be."""
+
+    def section(found: re.Match[str]) -> str:
+        make, source = TABLES[found[2]]
+        lines = [*make(), "", *machine(source)]
+        return "\n".join([found[1], *lines, "", found[3]])
+
+    return SECTION.sub(section, text)
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text()))

@@ -33,6 +33,6 @@ def _make_way() -> None:
         sys.modules["sitecustomize"] = this
 
 
-if hasattr(os, "register_at_fork"):  # Python 3.7
+if __name__ == "sitecustomize" and hasattr(os, "register_at_fork"):  # Python 3.7
     _trace()
     _make_way()

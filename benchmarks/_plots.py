@@ -3,7 +3,8 @@
 matplotlib is imported where something is drawn.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
@@ -106,6 +107,24 @@ def lines(
         figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
         pyplot.close(figure)
     return path
+
+
+@contextmanager
+def bars(path: Path, document: dict[str, Any], floor: str, count: int) -> Iterator[Any]:
+    """The axes for so many horizontal bars; the figure is written to path when they are drawn."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    with matplotlib.rc_context(STYLE):
+        figure, axis = pyplot.subplots(figsize=(7, 1 + 0.4 * count))
+        axis.grid(axis="y", visible=False)
+        yield axis
+        figure.tight_layout(rect=(0, 0.1, 1, 1))
+        figure.text(0.01, 0.02, foot(document, floor), fontsize=6, color="#777777")
+        figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+        pyplot.close(figure)
 
 
 def coloured(peers: list[str], floor: str) -> dict[str, str]:

@@ -156,16 +156,10 @@ def table(document: Document) -> Iterator[str]:
 
 def plot(document: Document, directory: Path) -> list[Path]:
     """A bar a peer: what is more than the floor's."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     rows = [row for row in document["rows"] if row["peer"] != FLOOR][::-1]
     peers = [row["peer"] for row in rows]
     path = directory / "import_time.svg"
-    with matplotlib.rc_context(_plots.STYLE):
-        figure, axis = pyplot.subplots(figsize=(7, 1 + 0.4 * len(rows)))
+    with _plots.bars(path, document, FLOOR, len(rows)) as axis:
         middles = [row["over_ns"]["median"] / 1e6 for row in rows]
         quartiles = [[ns / 1e6 for ns in row["over_ns"]["quartiles"]] for row in rows]
         spread = [
@@ -176,12 +170,7 @@ def plot(document: Document, directory: Path) -> list[Path]:
         axis.barh(peers, middles, xerr=spread, height=0.55, color=colours, ecolor="#333333")
         axis.axvline(0, color=_plots.BLACK, linestyle="--", linewidth=1)
         axis.spines["left"].set_visible(False)  # the floor is there
-        axis.grid(axis="y", visible=False)
         axis.set_xlabel("ms more than an interpreter that does nothing (dashed)")
-        figure.tight_layout(rect=(0, 0.1, 1, 1))
-        figure.text(0.01, 0.02, _plots.foot(document, FLOOR), fontsize=6, color="#777777")
-        figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-        pyplot.close(figure)
     return [path]
 
 

@@ -130,15 +130,9 @@ def first_device() -> str | None:
 
 def plot(document: Document, directory: Path) -> list[Path]:
     """Two bars a program: fork() alone, and under exec."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     path = directory / "unmodified.svg"
     colours = {"alone": "#999999", FLOOR: "#0072B2"}
-    with matplotlib.rc_context(_plots.STYLE):
-        figure, axis = pyplot.subplots(figsize=(7, 1 + 0.3 * len(document["rows"])))
+    with _plots.bars(path, document, FLOOR, len(document["rows"])) as axis:
         for at, bar in enumerate(reversed(document["rows"])):
             value = bar["fork_ns"]["median"] / 1e6
             name = f"{bar['program']}, {bar['peer']}"
@@ -147,12 +141,7 @@ def plot(document: Document, directory: Path) -> list[Path]:
             axis.text(value, at, text, va="center", fontsize=7)
         axis.set_xscale("log")
         axis.margins(x=0.15)
-        axis.grid(axis="y", visible=False)
         axis.set_xlabel("ms of a fork() with 128 MiB registered (ucx_perftest: 52 MiB)")
-        figure.tight_layout(rect=(0, 0.06, 1, 1))
-        figure.text(0.01, 0.01, _plots.foot(document, FLOOR), fontsize=6, color="#777777")
-        figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-        pyplot.close(figure)
     return [path]
 
 

@@ -43,6 +43,8 @@ PROLOGUE = """
     def mark(name, access=os.access):
         access(name, 0)
     mark("/mark/none"), mark("/mark/end")
+    # Python's own allocator maps an arena when it needs one, at any time: leave it some room.
+    spare = [bytes(480) for _ in range(8000)][::400]
     register, register_address = rdmafork.register, rdmafork.register_address
 """
 

@@ -49,12 +49,6 @@ void rf_advisor_abandon(struct rf_advisor *advisor)
 	rf_memory_abandon(&advisor->reader.table);
 }
 
-int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, int advice)
-{
-	advisor->madvise_calls++;
-	return rf_sys_madvise(start, end - start, advice);
-}
-
 static int call_mark(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
 {
 	return rf_advise_call(advisor, start, end,
@@ -195,7 +189,7 @@ static bool is_fresh_but_shared(const struct rf_range *range)
 /* A run about to be marked may not take the process past its share of VMAs. */
 static bool has_room(const struct rf_advisor *advisor)
 {
-	return 2 * (rf_advise_runs(advisor) + 1) <= advisor->vma_budget;
+	return rf_advise_edges(advisor) + 2 <= advisor->vma_budget;
 }
 
 static void set_fresh(struct rf_advisor *advisor, const struct rf_run *run)
@@ -309,7 +303,7 @@ static void undo(struct rf_advisor *advisor, struct rf_slot *slot)
 	}
 	/* What waited to be unmarked before waits again, or is gone, all of it. */
 	rf_advise_widen(advisor, &start, &end);
-	for (at = start; at < end && rf_advise_next_run(advisor, at, end, is_unwanted, &run);
+	for (at = start; at < end && rf_advise_next_run(advisor, at, end, rf_range_is_unwanted, &run);
 	     at = run.end)
 		rf_advise_unmark(advisor, run.start, run.end);
 	rf_ranges_tidy(ranges, start, end);
@@ -355,94 +349,128 @@ static int refuse_huge_ends(struct rf_advisor *advisor, struct rf_slot *slot,
 	return huge ? -EINVAL : rc;
 }
 
-/* 1, or as after mark_now(). */
-static int mark_apart(struct rf_advisor *advisor, struct rf_cursor cursor)
+static uint8_t doubt_of(const struct rf_slot *slot)
 {
-	struct rf_range *range = rf_ranges_at(&advisor->ranges, cursor);
-	int rc = call_mark(advisor, range->start, range->end);
-
-	if (rf_unlikely(rc < 0)) {
-		range->flags |= RF_RANGE_FRESH;
-		return rc;
-	}
-	rf_ranges_mark_apart(&advisor->ranges, cursor);
-	return 1;
+	return slot->flags & RF_SLOT_HELD ? 0 : RF_RANGE_DOUBT;
 }
 
-/* Count the pages [@start, @end) of @slot and mark them. 1: there is nothing to tidy. */
+/* Count the pages [@start, @end) of @slot and mark what is not marked. */
 static int count_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, uintptr_t start,
 			  uintptr_t end, bool forking)
 {
-	bool held = slot->flags & RF_SLOT_HELD;
-	uint8_t flags = held ? 0 : RF_RANGE_DOUBT;
-	struct rf_cursor cursor;
-
-	if (rf_likely(!forking && has_no_gaps(slot, start, end) && has_room(advisor)) &&
-	    rf_ranges_add_apart(&advisor->ranges, start, end, flags, &cursor))
-		return mark_apart(advisor, cursor);
-	rf_advise_count(advisor, slot, start, end, flags);
+	rf_advise_count(advisor, slot, start, end, doubt_of(slot));
 	if (forking && advisor->policy == RF_OMIT)
 		return -EINVAL;
 	if (forking)
 		rf_edges_save(advisor->edges);
-	return mark_now(advisor, start, end, held, to_mark_now);
+	return mark_now(advisor, start, end, slot->flags & RF_SLOT_HELD, to_mark_now);
 }
 
-int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking, bool *ask,
+/* Its mark may be gone, or go. */
+#define UNSTEADY (RF_RANGE_DOUBT | RF_RANGE_RETRY)
+
+/*
+ * Are all pages [@start, @end), whose place is @cursor, marked by others, so that @slot
+ * need not be counted as long as they are?
+ */
+static bool is_covered(const struct rf_advisor *advisor, const struct rf_slot *slot,
+		       struct rf_cursor cursor, uintptr_t start, uintptr_t end)
+{
+	const struct rf_range *range = rf_ranges_at(&advisor->ranges, cursor);
+
+	if (!(slot->flags & RF_SLOT_HELD) || advisor->policy != RF_OMIT)
+		return false;
+	for (; range && range->start <= start && range->mark && rf_range_wants_mark(range) &&
+	       !(range->flags & UNSTEADY);
+	     range = rf_ranges_next(&advisor->ranges, &cursor)) {
+		start = range->end;
+		if (start >= end)
+			return true;
+	}
+	return false;
+}
+
+/* The pages of @slot are counted, and marking them has given @rc. */
+static int finish(struct rf_advisor *advisor, struct rf_slot *slot, bool forking, int rc,
 		  struct rf_error *error)
 {
-	bool held = slot->flags & RF_SLOT_HELD;
+	uintptr_t start, end;
+
+	if (rc == -EINVAL && advisor->policy == RF_OMIT)
+		rc = ask_and_mark(advisor, slot, forking, error);
+	if (rc < 0) {
+		rf_advise_extent(advisor, slot, &start, &end);
+		rc = rf_advise_explain(advisor, start, end, rc, error);
+		undo(advisor, slot);
+		return rc;
+	}
+	rf_advise_extent(advisor, slot, &start, &end);
+	rf_ranges_tidy(&advisor->ranges, start, end);
+	return 0;
+}
+
+/* What no plan could be made for. */
+static __attribute__((noinline)) int mark_by_steps(struct rf_advisor *advisor, struct rf_slot *slot,
+						   uintptr_t start, uintptr_t end, bool forking,
+						   struct rf_error *error)
+{
+	if (start >= end)
+		return advisor->policy == RF_WIPE ? refuse_huge_ends(advisor, slot, error) : 0;
+	/* Also after a failure: what was marked anew, in doubt, may have become shared. */
+	advisor->dirty = true;
+	return finish(advisor, slot, forking,
+		      count_and_mark(advisor, slot, start, end, forking), error);
+}
+
+/* The kernel has refused what a plan is for. */
+static __attribute__((noinline)) int mark_refused(struct rf_advisor *advisor, struct rf_slot *slot,
+						  const struct rf_plan *plan, int rc,
+						  struct rf_error *error)
+{
+	struct rf_run run = { .start = plan->start, .end = plan->end };
+	uintptr_t start, end;
+
+	rf_advise_extent(advisor, slot, &start, &end);
+	rf_advise_count(advisor, slot, start, end, doubt_of(slot));
+	set_fresh(advisor, &run);
+	return finish(advisor, slot, false, rc, error);
+}
+
+int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, unsigned int how, bool *ask,
+		  struct rf_error *error)
+{
 	bool edges = (slot->start | slot->end) & (advisor->kernel->page_size - 1);
+	bool held = slot->flags & RF_SLOT_HELD, simple;
+	struct rf_cursor cursor = { 0, 0 };
+	struct rf_plan plan;
 	uintptr_t start, end;
 	int rc;
 
 	error->cause = RF_CAUSE_NONE;
 	*ask = held && edges;
 	/* Without /proc its edges are the kernel's to copy, huge pages or not. */
-	if (!held && edges && !advisor->whole && advisor->policy == RF_OMIT)
+	if (!held && edges && !advisor->whole && advisor->policy == RF_OMIT &&
+	    !(how & RF_ADVISE_NOWAIT))
 		(void)ask_unheld_ends(advisor, slot);
 	rf_advise_extent(advisor, slot, &start, &end);
-	if (start >= end)
-		return advisor->policy == RF_WIPE ? refuse_huge_ends(advisor, slot, error) : 0;
-	rc = count_and_mark(advisor, slot, start, end, forking);
-	/* Also after a failure: what was marked anew, in doubt, may have become shared. */
-	advisor->dirty = true;
-	if (rf_likely(rc > 0))
-		return 0;
-	if (rc == -EINVAL && advisor->policy == RF_OMIT)
-		rc = ask_and_mark(advisor, slot, forking, error);
-	rf_advise_extent(advisor, slot, &start, &end);
-	if (rc < 0) {
-		rc = rf_advise_explain(advisor, start, end, rc, error);
-		undo(advisor, slot);
-		return rc;
+	simple = !(how & RF_ADVISE_FORKING) && start < end && has_no_gaps(slot, start, end);
+	if (rf_likely(simple)) {
+		cursor = rf_ranges_seek(&advisor->ranges, start);
+		if (is_covered(advisor, slot, cursor, start, end))
+			return RF_ADVISE_COVERED;
 	}
-	rf_ranges_tidy(&advisor->ranges, start, end);
+	if (how & RF_ADVISE_NOWAIT)
+		return -EAGAIN;
+	if (rf_unlikely(!simple || !has_room(advisor) ||
+			!rf_ranges_plan_add(&advisor->ranges, cursor, start, end, true,
+					    doubt_of(slot), &plan)))
+		return mark_by_steps(advisor, slot, start, end, how & RF_ADVISE_FORKING, error);
+	if (rf_likely(plan.start < plan.end)) {
+		advisor->dirty = true;
+		rc = call_mark(advisor, plan.start, plan.end);
+		if (rf_unlikely(rc < 0))
+			return mark_refused(advisor, slot, &plan, rc, error);
+	}
+	rf_ranges_commit(&advisor->ranges, &plan);
 	return 0;
-}
-
-/* Its mark may be gone, or go. */
-#define UNSTEADY (RF_RANGE_DOUBT | RF_RANGE_RETRY)
-
-bool rf_advise_is_covered(const struct rf_advisor *advisor, const struct rf_slot *slot)
-{
-	const struct rf_ranges *ranges = &advisor->ranges;
-	const struct rf_range *range;
-	struct rf_cursor cursor;
-	uintptr_t at, end;
-
-	rf_advise_extent(advisor, slot, &at, &end);
-	/* For what a child is to be given back there, room is to be taken now. */
-	if (at >= end || !has_no_gaps(slot, at, end))
-		return false;
-	cursor = rf_ranges_seek(ranges, at);
-	for (range = rf_ranges_at(ranges, cursor); range && range->start <= at && range->mark &&
-						   rf_range_wants_mark(range) &&
-						   !(range->flags & UNSTEADY);
-	     range = rf_ranges_next(ranges, &cursor)) {
-		at = range->end;
-		if (at >= end)
-			return true;
-	}
-	return false;
 }

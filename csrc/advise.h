@@ -30,6 +30,17 @@
 #include "registry.h"
 #include "vma.h"
 
+/* To pages of 1 << @shift bytes. */
+static inline uintptr_t rf_down(uintptr_t address, unsigned int shift)
+{
+	return address >> shift << shift;
+}
+
+static inline uintptr_t rf_up(uintptr_t address, unsigned int shift)
+{
+	return rf_down(address + ((uintptr_t)1 << shift) - 1, shift);
+}
+
 /*
  * One for each advice: MADV_DONTFORK for RF_OMIT, MADV_WIPEONFORK for RF_WIPE. To
  * the kernel they are independent, and a page with both is absent. What is to read
@@ -78,31 +89,43 @@ static inline int rf_advise_reserve(struct rf_advisor *advisor, uint32_t registr
 	return rc < 0 ? rc : rf_ranges_reserve(&advisor->gaps, 2 * registrations);
 }
 
-/* Runs of marked pages of all advisors: each takes at most two VMAs more. */
-static inline uint64_t rf_advise_runs(const struct rf_advisor *advisor)
+/* Where marked meets unmarked, in all advisors: each such address takes at most one VMA more. */
+static inline uint64_t rf_advise_edges(const struct rf_advisor *advisor)
 {
-	return (uint64_t)rf_ranges_runs(&advisor->ranges) +
-	       rf_ranges_runs(&advisor->beside->ranges);
+	return (uint64_t)advisor->ranges.mark_edges + advisor->beside->ranges.mark_edges;
 }
 
 /*
- * Count @slot, which is neither counted nor listed, and mark its pages before
- * returning. *@ask is set if what is mapped at its ends is to be asked by the
- * next fold. @forking: a child is being made, so shared memory may not bear a mark
- * for a moment, and what the child is to get back is saved anew. Negative: nothing
- * has changed, and *@error says why.
+ * A child is being made: shared memory may not bear a mark for a moment, and what the
+ * child is to get back is saved anew.
  */
-int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, bool forking, bool *ask,
-		  struct rf_error *error);
+#define RF_ADVISE_FORKING	1u
+/* -EAGAIN rather than a call of the kernel: nothing has changed. */
+#define RF_ADVISE_NOWAIT	2u
 
 /*
- * Are all pages of @slot, which is held, marked by others that count them? It may wait
- * for the next fold then, as long as rf_advise_count_waiting() comes before a release.
+ * Its pages are all marked by others, so it is not counted: it may wait for the next
+ * fold, as long as rf_advise_count_waiting() comes before a release.
  */
-bool rf_advise_is_covered(const struct rf_advisor *advisor, const struct rf_slot *slot);
+#define RF_ADVISE_COVERED	1
+
+/*
+ * Count @slot, which is neither counted nor listed, and mark its pages before
+ * returning. *@ask is set if what is mapped at its ends is to be asked by the next
+ * fold. Negative: nothing has changed, and *@error says why.
+ */
+int rf_advise_now(struct rf_advisor *advisor, struct rf_slot *slot, unsigned int how, bool *ask,
+		  struct rf_error *error);
 
 /* Count what is listed and was not: its pages are marked. */
-void rf_advise_count_waiting(struct rf_advisor *advisor, struct rf_registry *registry);
+void rf_advise_count_all_waiting(struct rf_advisor *advisor, struct rf_registry *registry);
+
+static inline void rf_advise_count_waiting(struct rf_advisor *advisor,
+					   struct rf_registry *registry)
+{
+	if (registry->waiting)
+		rf_advise_count_all_waiting(advisor, registry);
+}
 
 /* Count all listed slots, unlist them, and mark what is due. Nothing to report: see above. */
 void rf_advise_fold(struct rf_advisor *advisor, struct rf_registry *registry);
@@ -121,13 +144,31 @@ void rf_advise_settle(struct rf_advisor *advisor);
 void rf_advise_unmark_all_shared(const struct rf_kernel *kernel);
 
 /* Unmark what the kernel refused to before. */
-void rf_advise_retry(struct rf_advisor *advisor);
+void rf_advise_retry_all(struct rf_advisor *advisor);
+
+static inline void rf_advise_retry(struct rf_advisor *advisor)
+{
+	if (rf_unlikely(advisor->ranges.retries))
+		rf_advise_retry_all(advisor);
+}
 
 /* Take a counted slot out and unmark what nobody counts any more. */
 void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot);
 
 /* The pages of @slot that are counted; start >= end if there are none. */
-void rf_advise_extent(const struct rf_advisor *advisor, const struct rf_slot *slot,
-		      uintptr_t *start, uintptr_t *end);
+static inline void rf_advise_extent(const struct rf_advisor *advisor, const struct rf_slot *slot,
+				    uintptr_t *start, uintptr_t *end)
+{
+	unsigned int base = (unsigned int)__builtin_ctz(advisor->kernel->page_size);
+
+	if (slot->start_shift)
+		*start = rf_down(slot->start, slot->start_shift);
+	else
+		*start = advisor->whole ? rf_down(slot->start, base) : rf_up(slot->start, base);
+	if (slot->end_shift)
+		*end = rf_up(slot->end, slot->end_shift);
+	else
+		*end = advisor->whole ? rf_up(slot->end, base) : rf_down(slot->end, base);
+}
 
 #endif

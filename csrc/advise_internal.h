@@ -5,27 +5,10 @@
 
 #include "advise.h"
 
-/* To pages of 1 << @shift bytes. */
-static inline uintptr_t down(uintptr_t address, unsigned int shift)
-{
-	return address >> shift << shift;
-}
-
-static inline uintptr_t up(uintptr_t address, unsigned int shift)
-{
-	return down(address + ((uintptr_t)1 << shift) - 1, shift);
-}
-
 /* Are the pages [@start, @end) that @slot takes its own to the last byte? */
 static inline bool has_no_gaps(const struct rf_slot *slot, uintptr_t start, uintptr_t end)
 {
 	return slot->start <= start && end <= slot->end;
-}
-
-/* Nobody counts it, or it is shared: its mark waits to be taken away. */
-static inline bool is_unwanted(const struct rf_range *range)
-{
-	return range->mark && !rf_range_wants_mark(range);
 }
 
 /* Touching ranges that one madvise() serves. */
@@ -38,7 +21,12 @@ struct rf_run {
 bool rf_advise_next_run(const struct rf_advisor *advisor, uintptr_t at, uintptr_t end,
 			bool (*belongs)(const struct rf_range *), struct rf_run *run);
 
-int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, int advice);
+static inline int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, uintptr_t end,
+				 int advice)
+{
+	advisor->madvise_calls++;
+	return rf_sys_madvise(start, end - start, advice);
+}
 
 /*
  * Unmark all of [@start, @end), as far as the kernel lets it: what it refuses for

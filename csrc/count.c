@@ -2,21 +2,6 @@
 /* Which pages a registration takes, and which bytes of them are not its own. */
 #include "advise_internal.h"
 
-void rf_advise_extent(const struct rf_advisor *advisor, const struct rf_slot *slot,
-		      uintptr_t *start, uintptr_t *end)
-{
-	unsigned int base = (unsigned int)__builtin_ctz(advisor->kernel->page_size);
-
-	if (slot->start_shift)
-		*start = down(slot->start, slot->start_shift);
-	else
-		*start = advisor->whole ? down(slot->start, base) : up(slot->start, base);
-	if (slot->end_shift)
-		*end = up(slot->end, slot->end_shift);
-	else
-		*end = advisor->whole ? up(slot->end, base) : down(slot->end, base);
-}
-
 typedef void gap_change(struct rf_advisor *advisor, uintptr_t start, uintptr_t end);
 
 static void add(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)

@@ -67,6 +67,21 @@ static bool remains(const struct rf_advisor *advisor)
 	       rf_advise_next_run(advisor, 0, UINTPTR_MAX, is_unasked, &run);
 }
 
+/* The common case of what follows. False: nothing has changed. */
+static bool count_planned(struct rf_advisor *advisor, const struct rf_slot *slot, uint8_t flags)
+{
+	struct rf_plan plan;
+	uintptr_t start, end;
+
+	rf_advise_extent(advisor, slot, &start, &end);
+	if (start >= end || !has_no_gaps(slot, start, end) ||
+	    !rf_ranges_plan_add(&advisor->ranges, rf_ranges_seek(&advisor->ranges, start), start,
+				end, false, flags, &plan))
+		return false;
+	rf_ranges_commit(&advisor->ranges, &plan);
+	return true;
+}
+
 /* Learn what the ends of listed slots lie in, and count them rounded to that. */
 static void count_listed(struct rf_advisor *advisor, struct rf_registry *registry)
 {
@@ -83,19 +98,21 @@ static void count_listed(struct rf_advisor *advisor, struct rf_registry *registr
 		if (slot->flags & RF_SLOT_COUNTED)
 			rf_advise_extent(advisor, slot, &start, &end);
 		rc = rf_advise_ask_ends(advisor, slot);
-		rf_advise_extend(advisor, slot, start, end, RF_RANGE_DUE);
+		if (start < end || !count_planned(advisor, slot, RF_RANGE_DUE)) {
+			rf_advise_extend(advisor, slot, start, end, RF_RANGE_DUE);
+			rf_advise_extent(advisor, slot, &start, &end);
+			if (start < end)
+				rf_ranges_tidy(&advisor->ranges, start, end);
+		}
 		rf_registry_count(registry, slot);
 		/* Not answered: the next fold asks again. */
 		if (rc >= 0)
 			rf_registry_unlist(registry, index);
-		rf_advise_extent(advisor, slot, &start, &end);
-		if (start < end)
-			rf_ranges_tidy(&advisor->ranges, start, end);
 	}
 }
 
 /* From the end, where the last to come are: none is passed by twice. */
-void rf_advise_count_waiting(struct rf_advisor *advisor, struct rf_registry *registry)
+void rf_advise_count_all_waiting(struct rf_advisor *advisor, struct rf_registry *registry)
 {
 	uint32_t index = registry->last_listed, before;
 	uintptr_t mask = advisor->kernel->page_size - 1, start, end;
@@ -106,9 +123,11 @@ void rf_advise_count_waiting(struct rf_advisor *advisor, struct rf_registry *reg
 		before = slot->prev;
 		if (slot->flags & RF_SLOT_COUNTED)
 			continue;
-		rf_advise_extent(advisor, slot, &start, &end);
-		rf_advise_count(advisor, slot, start, end, 0);
-		rf_ranges_tidy(&advisor->ranges, start, end);
+		if (!count_planned(advisor, slot, 0)) {
+			rf_advise_extent(advisor, slot, &start, &end);
+			rf_advise_count(advisor, slot, start, end, 0);
+			rf_ranges_tidy(&advisor->ranges, start, end);
+		}
 		rf_registry_count(registry, slot);
 		/* As of any other that is marked at once, only edges are asked what they lie in. */
 		if (!((slot->start | slot->end) & mask))
@@ -187,29 +206,29 @@ static void flush(struct rf_advisor *advisor, struct batch *batch)
 static void mark_due(struct rf_advisor *advisor, size_t nbytes)
 {
 	struct batch batch = { .count = 0 };
-	uint64_t room = advisor->vma_budget / 2, taken = rf_advise_runs(advisor);
+	uint64_t taken = rf_advise_edges(advisor);
 	struct rf_run run;
 	uintptr_t at;
 
-	for (at = 0; !batch.full && taken < room &&
+	for (at = 0; !batch.full && taken + 2 <= advisor->vma_budget &&
 		     rf_advise_next_run(advisor, at, UINTPTR_MAX, is_due, &run);
 	     at = run.end) {
 		if (run.end - run.start < nbytes)
 			continue;
 		batch.runs[batch.count].iov_base = (void *)run.start;
 		batch.runs[batch.count].iov_len = run.end - run.start;
-		taken++;
+		taken += 2;
 		if (++batch.count < BATCH)
 			continue;
 		flush(advisor, &batch);
-		taken = rf_advise_runs(advisor);
+		taken = rf_advise_edges(advisor);
 	}
 	flush(advisor, &batch);
 }
 
 static void walk(struct rf_advisor *advisor, bool marking)
 {
-	uint32_t due_runs = 0;
+	uint64_t due_runs = 0;
 	struct rf_run run;
 	uintptr_t at;
 	size_t step;
@@ -220,8 +239,8 @@ static void walk(struct rf_advisor *advisor, bool marking)
 		for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_due, &run);
 		     at = run.end)
 			due_runs++;
-		step = 2 * (due_runs + rf_advise_runs(advisor)) <= advisor->vma_budget ? STEPS - 1
-										       : 0;
+		step = 2 * due_runs + rf_advise_edges(advisor) <= advisor->vma_budget ? STEPS - 1
+										      : 0;
 		for (; due_runs && step < STEPS; step++)
 			mark_due(advisor, page_steps[step] * advisor->kernel->page_size);
 		for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_due_no_more, &run);

@@ -19,7 +19,7 @@
  *  - ranges are half open, page aligned, not empty, sorted, disjoint;
  *  - each has a count above zero or a mark;
  *  - touching ranges differ in something (between operations);
- *  - no leaf is empty; two neighbours hold more than half of a leaf's ranges.
+ *  - no leaf is empty but an only one; two neighbours hold more than half of a leaf's ranges.
  *
  * No locks: the engine's lock is held. Only rf_ranges_reserve() can fail.
  */
@@ -161,21 +161,36 @@ void rf_ranges_set_flags(struct rf_ranges *ranges, uintptr_t start, uintptr_t en
 			 uint8_t set, uint8_t clear);
 
 /*
- * The common case in one search: a registration that touches no other. No tidying
- * after it. The cursor is its place, until something else changes the list.
+ * The common cases in one search and one step: what [start, end) and what touches it
+ * become, while nothing has changed yet. False: it is not so simple, and is done by the
+ * functions above. After rf_ranges_commit() there is nothing to tidy.
  */
+#define RF_PLAN_RANGES	8
 
-/* Count [@start, @end) if no range touches it. */
-bool rf_ranges_add_apart(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, uint8_t flags,
-			 struct rf_cursor *cursor);
+struct rf_plan {
+	struct rf_leaf *leaf;
+	struct rf_cursor cursor;	/* the first range replaced */
+	uint32_t replaced, count;
+	struct rf_range ranges[RF_PLAN_RANGES];
+	/* What gets its mark, or loses it; empty if nothing does. The caller tells the kernel. */
+	uintptr_t start, end;
+	bool mark;
+	uint8_t beside;			/* of its ends, those that touch marked ranges */
+};
 
-/* [@start, @end) if that is one range, which no other touches; or NULL. */
-struct rf_range *rf_ranges_find_apart(const struct rf_ranges *ranges, uintptr_t start,
-				      uintptr_t end, struct rf_cursor *cursor);
+/*
+ * Count [@start, @end) once more; @cursor is the first range that ends after @start.
+ * With @mark all of it is marked then. What bore no mark gets @flags.
+ */
+bool rf_ranges_plan_add(const struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t start,
+			uintptr_t end, bool mark, uint8_t flags, struct rf_plan *plan);
 
-/* The kernel has its mark now; it has none any more, and nobody counts it. */
-void rf_ranges_mark_apart(struct rf_ranges *ranges, struct rf_cursor cursor);
-void rf_ranges_drop_apart(struct rf_ranges *ranges, struct rf_cursor cursor);
+/* Count it once less. What is counted no more loses its mark and goes. */
+bool rf_ranges_plan_sub(const struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
+			struct rf_plan *plan);
+
+/* Nothing has changed since @plan was made, and the kernel has done its part. */
+void rf_ranges_commit(struct rf_ranges *ranges, const struct rf_plan *plan);
 
 /*
  * The end of an operation on [@start, @end): nothing there is fresh any more, and
@@ -187,6 +202,12 @@ void rf_ranges_tidy(struct rf_ranges *ranges, uintptr_t start, uintptr_t end);
 static inline bool rf_range_wants_mark(const struct rf_range *range)
 {
 	return range->count && range->nature != RF_NATURE_SHARED;
+}
+
+/* Nobody counts it, or it is shared: its mark waits to be taken away. */
+static inline bool rf_range_is_unwanted(const struct rf_range *range)
+{
+	return range->mark && !rf_range_wants_mark(range);
 }
 
 /* Runs of marked pages: each takes at most two VMAs more. */

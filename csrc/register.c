@@ -28,32 +28,9 @@ static int check_arguments(uintptr_t start, size_t nbytes, enum rf_policy policy
 	return 0;
 }
 
-/* Lazy, and there is a fork handler still to come that will fold it. */
-static bool may_wait(const struct rf_engine *engine, unsigned int flags)
+static bool is_forking(const struct rf_engine *engine)
 {
-	return engine->mode == RF_MODE_LAZY && flags & RF_HELD &&
-	       !__atomic_load_n(&engine->window, __ATOMIC_RELAXED);
-}
-
-/* The slot of @nbytes at @start is held, and others have its pages marked: as above. */
-static bool is_covered(const struct rf_engine *engine, uintptr_t start, size_t nbytes,
-		       unsigned int flags)
-{
-	const struct rf_slot slot = { .start = start, .end = start + nbytes };
-
-	return flags & RF_HELD && !__atomic_load_n(&engine->window, __ATOMIC_RELAXED) &&
-	       rf_advise_is_covered(&engine->advisor, &slot);
-}
-
-/* Does it take no system call? */
-static bool is_quick(const struct rf_engine *engine, uintptr_t start, size_t nbytes,
-		     unsigned int flags, enum rf_policy policy)
-{
-	if (!nbytes || engine->mode == RF_MODE_NONE)
-		return true;
-	if (rf_unlikely(policy != RF_OMIT))
-		return policy == RF_KEEP && engine->advisor.kernel->copy_trusted;
-	return may_wait(engine, flags) || is_covered(engine, start, nbytes, flags);
+	return __atomic_load_n(&engine->window, __ATOMIC_RELAXED);
 }
 
 /* Nothing to mark: the kernel copies, or there is nothing to copy. */
@@ -72,19 +49,19 @@ static int keep(struct rf_engine *engine, const struct rf_slot *slot, struct rf_
 
 static int wipe(struct rf_engine *engine, struct rf_slot *slot, struct rf_error *error)
 {
-	bool forking = __atomic_load_n(&engine->window, __ATOMIC_RELAXED);
+	unsigned int how = is_forking(engine) ? RF_ADVISE_FORKING : 0;
 	uintptr_t start, end;
 	bool ask;
 	int rc;
 
 	rf_advise_extent(&engine->wiper, slot, &start, &end);
 	if (start >= end)
-		return rf_advise_now(&engine->wiper, slot, forking, &ask, error);
+		return rf_advise_now(&engine->wiper, slot, how, &ask, error);
 	if (rf_wiped_add(&engine->wiped, start, end, &slot->note) < 0) {
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
-	rc = rf_advise_now(&engine->wiper, slot, forking, &ask, error);
+	rc = rf_advise_now(&engine->wiper, slot, how, &ask, error);
 	if (rc >= 0)
 		slot->flags |= RF_SLOT_COUNTED;
 	else
@@ -106,31 +83,40 @@ static void uncount(struct rf_engine *engine, struct rf_slot *slot)
 	rf_wiped_remove(&engine->wiped, slot->note);
 }
 
+static int protect_otherwise(struct rf_engine *engine, struct rf_slot *slot, unsigned int flags,
+			     struct rf_error *error)
+{
+	if (flags & RF_NOWAIT && !(slot->policy == RF_KEEP && engine->advisor.kernel->copy_trusted))
+		return -EAGAIN;
+	return slot->policy == RF_WIPE ? wipe(engine, slot, error) : keep(engine, slot, error);
+}
+
+/* -EAGAIN: with RF_NOWAIT, which it cannot be done with. */
 static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
 		   unsigned int flags, struct rf_error *error)
 {
-	bool ask = false;
+	unsigned int how = is_forking(engine) ? RF_ADVISE_FORKING : 0;
+	bool lazy = engine->mode == RF_MODE_LAZY && flags & RF_HELD, ask = false;
 	int rc;
 
 	if (slot->start == slot->end)
 		return 0;
 	if (rf_unlikely(slot->policy != RF_OMIT))
-		return slot->policy == RF_WIPE ? wipe(engine, slot, error)
-					       : keep(engine, slot, error);
-	if (rf_likely(may_wait(engine, flags)) ||
-	    is_covered(engine, slot->start, slot->end - slot->start, flags)) {
+		return protect_otherwise(engine, slot, flags, error);
+	/* In the window no fork handler is to come that would fold it. */
+	if (rf_likely(lazy && !how)) {
 		rf_registry_list(&engine->registry, index);
 		return 0;
 	}
-	rc = rf_advise_now(&engine->advisor, slot,
-			   __atomic_load_n(&engine->window, __ATOMIC_RELAXED), &ask, error);
-	if (rc < 0) {
-		/* Lazy, in the window: the kernel copies it in the fork under way. */
-		if (engine->mode != RF_MODE_LAZY || !(flags & RF_HELD))
-			return rc;
+	how |= flags & RF_NOWAIT ? RF_ADVISE_NOWAIT : 0;
+	rc = rf_advise_now(&engine->advisor, slot, how, &ask, error);
+	/* In the window, refused: the kernel copies it in the fork under way. */
+	if (rc == RF_ADVISE_COVERED || (rc < 0 && lazy && !(how & RF_ADVISE_NOWAIT))) {
 		rf_registry_list(&engine->registry, index);
 		return 0;
 	}
+	if (rc < 0)
+		return rc;
 	slot->flags |= RF_SLOT_COUNTED;
 	if (ask)
 		rf_registry_list(&engine->registry, index);
@@ -265,11 +251,7 @@ RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 		error->cause = rc == -EDEADLK ? RF_CAUSE_SIGNAL : RF_CAUSE_NONE;
 		return rc;
 	}
-	if (rf_unlikely(flags & RF_NOWAIT && !is_quick(engine, (uintptr_t)address, nbytes, flags,
-						       policy)))
-		rc = -EAGAIN;
-	else
-		rc = register_entered((uintptr_t)address, nbytes, flags, policy, handle, error);
+	rc = register_entered((uintptr_t)address, nbytes, flags, policy, handle, error);
 	rf_leave();
 	return rc;
 }

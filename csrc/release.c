@@ -50,12 +50,12 @@ static void unmark_mapping(struct rf_advisor *advisor, const struct rf_vma *vma,
 	int rc;
 
 	/* A huge page goes as a whole, unless another registration wants it marked. */
-	first = down(start, vma->shift);
-	if (!vma->shared && is_wanted_beside(advisor, first, up(start, vma->shift), start, end))
-		first = up(start, vma->shift);
-	last = up(end, vma->shift);
-	if (!vma->shared && is_wanted_beside(advisor, down(end, vma->shift), last, start, end))
-		last = down(end, vma->shift);
+	first = rf_down(start, vma->shift);
+	if (!vma->shared && is_wanted_beside(advisor, first, rf_up(start, vma->shift), start, end))
+		first = rf_up(start, vma->shift);
+	last = rf_up(end, vma->shift);
+	if (!vma->shared && is_wanted_beside(advisor, rf_down(end, vma->shift), last, start, end))
+		last = rf_down(end, vma->shift);
 	/* A child gets back what stays marked: no registration has a gap there. */
 	if (first > start || last < end) {
 		advisor->edges->leftovers = true;
@@ -130,12 +130,12 @@ void rf_advise_widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr
 {
 	const struct rf_range *range, *beside;
 
-	while ((beside = rf_ranges_find(&advisor->ranges, *end)) && is_unwanted(beside) &&
-	       (range = rf_ranges_find(&advisor->ranges, *end - 1)) && is_unwanted(range))
+	while ((beside = rf_ranges_find(&advisor->ranges, *end)) && rf_range_is_unwanted(beside) &&
+	       (range = rf_ranges_find(&advisor->ranges, *end - 1)) && rf_range_is_unwanted(range))
 		*end = beside->end;
 	while (*start && (beside = rf_ranges_find(&advisor->ranges, *start - 1)) &&
-	       is_unwanted(beside) && (range = rf_ranges_find(&advisor->ranges, *start)) &&
-	       is_unwanted(range))
+	       rf_range_is_unwanted(beside) && (range = rf_ranges_find(&advisor->ranges, *start)) &&
+	       rf_range_is_unwanted(range))
 		*start = beside->start;
 }
 
@@ -144,13 +144,11 @@ static bool is_to_retry(const struct rf_range *range)
 	return range->flags & RF_RANGE_RETRY;
 }
 
-void rf_advise_retry(struct rf_advisor *advisor)
+void rf_advise_retry_all(struct rf_advisor *advisor)
 {
 	struct rf_run run;
 	uintptr_t at;
 
-	if (rf_likely(!advisor->ranges.retries))
-		return;
 	for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_to_retry, &run);
 	     at = run.end) {
 		rf_advise_unmark(advisor, run.start, run.end);
@@ -160,7 +158,7 @@ void rf_advise_retry(struct rf_advisor *advisor)
 
 static bool is_over_budget(const struct rf_advisor *advisor)
 {
-	return 2 * rf_advise_runs(advisor) > advisor->vma_budget;
+	return rf_advise_edges(advisor) > advisor->vma_budget;
 }
 
 void rf_advise_leave(struct rf_advisor *advisor, const struct rf_run *run)
@@ -225,32 +223,23 @@ static void forget_due(struct rf_advisor *advisor, uintptr_t start, uintptr_t en
 			range->flags &= (uint8_t)~RF_RANGE_DUE;
 }
 
-/* Release [@start, @end) if nothing else touches it. False: nothing has changed. */
-static bool release_apart(struct rf_advisor *advisor, const struct rf_slot *slot,
-			  uintptr_t start, uintptr_t end)
+/* The common case. False: nothing has changed. */
+static bool release_planned(struct rf_advisor *advisor, const struct rf_slot *slot,
+			    uintptr_t start, uintptr_t end)
 {
-	struct rf_ranges *ranges = &advisor->ranges;
-	struct rf_cursor cursor;
-	struct rf_range *range;
+	struct rf_plan plan;
 
-	if (!has_no_gaps(slot, start, end))
+	if (!has_no_gaps(slot, start, end) ||
+	    !rf_ranges_plan_sub(&advisor->ranges, start, end, &plan))
 		return false;
-	range = rf_ranges_find_apart(ranges, start, end, &cursor);
-	if (!range || !range->mark || range->count != 1 || range->flags & RF_RANGE_RETRY)
+	if (plan.start < plan.end && call_unmark(advisor, plan.start, plan.end) < 0)
 		return false;
-	range->count = 0;
-	range->flags = 0;
-	if (rf_likely(call_unmark(advisor, start, end) >= 0)) {
-		rf_ranges_drop_apart(ranges, cursor);
-	} else {
-		unmark_mappings(advisor, start, end);
-		rf_ranges_tidy(ranges, start, end);
-	}
+	rf_ranges_commit(&advisor->ranges, &plan);
 	return true;
 }
 
-static void release_among_others(struct rf_advisor *advisor, const struct rf_slot *slot,
-				 uintptr_t start, uintptr_t end)
+static void release_by_steps(struct rf_advisor *advisor, const struct rf_slot *slot,
+			     uintptr_t start, uintptr_t end)
 {
 	struct rf_ranges *ranges = &advisor->ranges;
 	struct rf_run run;
@@ -260,26 +249,26 @@ static void release_among_others(struct rf_advisor *advisor, const struct rf_slo
 	if (slot->flags & RF_SLOT_HELD)
 		forget_due(advisor, start, end);
 	rf_advise_widen(advisor, &start, &end);
-	for (at = start; at < end && rf_advise_next_run(advisor, at, end, is_unwanted, &run);
+	for (at = start; at < end && rf_advise_next_run(advisor, at, end, rf_range_is_unwanted, &run);
 	     at = run.end)
 		rf_advise_unmark(advisor, run.start, run.end);
 	rf_ranges_tidy(ranges, start, end);
-	if (rf_unlikely(is_over_budget(advisor)) && !advisor->required)
-		keep_to_budget(advisor, start, end);
 }
 
 void rf_advise_release(struct rf_advisor *advisor, struct rf_slot *slot)
 {
 	struct rf_ranges *ranges = &advisor->ranges;
-	uint32_t runs = rf_ranges_runs(ranges);
+	uint32_t edges = ranges->mark_edges;
 	uintptr_t start, end;
 
 	rf_advise_extent(advisor, slot, &start, &end);
 	if (start >= end)
 		return;
-	if (!release_apart(advisor, slot, start, end))
-		release_among_others(advisor, slot, start, end);
+	if (rf_unlikely(!release_planned(advisor, slot, start, end)))
+		release_by_steps(advisor, slot, start, end);
+	if (rf_unlikely(is_over_budget(advisor)) && !advisor->required)
+		keep_to_budget(advisor, start, end);
 	/* VMAs came free, which may be what others wait for. */
-	if (rf_ranges_runs(ranges) < runs)
+	if (ranges->mark_edges < edges)
 		rf_advise_retry(advisor);
 }

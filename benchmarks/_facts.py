@@ -8,6 +8,7 @@ from typing import Any
 
 import rdmafork
 from rdmafork import _clocks
+from rdmafork.cli import terminal
 
 MITIGATIONS = Path("/sys/devices/system/cpu/vulnerabilities")
 GOVERNOR = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
@@ -71,7 +72,7 @@ def in_words(machine: dict[str, Any]) -> str:
     """The machine in a line, for the foot of a table or a figure."""
     libibverbs = machine["libibverbs"] and f"libibverbs {machine['libibverbs']['rdma_core']}"
     parts = [
-        f"{machine['cpus']} CPUs {machine['cpu']}",
+        f"{terminal.counted(machine['cpus'], 'CPU')} {machine['cpu']}",
         f"{machine['memory_bytes'] / (1 << 30):.0f} GiB",
         f"Linux {machine['kernel']['release']}",
         libibverbs or "no libibverbs",

@@ -8,10 +8,10 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from ._workers import Environment, Skipped, command, environment
+from ._workers import Environment, Skipped, Skips, command, environment
 
 PERF = ["perf", "stat", "-x,", "-e", "instructions:u"]
 CALLGRIND = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
@@ -31,6 +31,18 @@ class Counted:
     ) -> None:
         self._environment = environment(variables)
         self._make, self._settings, self._request = make, settings, request
+
+    def into(self, row: dict[str, Any], times: int, wanted: Iterable[str]) -> Skips:
+        """Counts these, "instructions" or "system_calls", into a row. What could not be counted."""
+        skipped: Skips = []
+        for measured in wanted:
+            count = self.instructions if measured == "instructions" else self.system_calls
+            try:
+                row[measured] = count(times) + 0.0  # no -0
+            except Skipped as reason:
+                why = {"counting": measured, "reason": str(reason)}
+                skipped.append({"peer": row["peer"], **why})
+        return skipped
 
     def _run(self, counter: list[str], times: int) -> str:
         """What a counter says of one run, on its standard error. Raises Skipped."""

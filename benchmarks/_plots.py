@@ -3,6 +3,7 @@
 matplotlib is imported where something is drawn.
 """
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
@@ -29,15 +30,18 @@ COLOURS = {
     "libibverbs, huge pages safe": "#E69F00",
     "null system call": "#777777",
     "memoryview, Python": "#CC79A7",
+    "not registered": "#882255",
 }
-OTHERS = ("#009E73", "#8C6D31", "#882255", "#999933")
+OTHERS = ("#009E73", "#8C6D31", "#999933")
 BLACK = "#000000"
-NAME_SIZE = 6.5
+NAME_SIZE, FOOT_SIZE = 6.5, 6
+CHARACTERS = 24  # of the foot, to an inch
 STYLE = {
     "font.size": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.6,
+    "axes.axisbelow": True,
     "axes.grid": True,
     "grid.color": "#E4E4E4",
     "grid.linewidth": 0.5,
@@ -53,7 +57,7 @@ class NoPlots(Exception):
 
 
 class Panel(NamedTuple):
-    title: str
+    title: str  #: or the label of the x axis, where that has none
     rows: list[Row]
     notes: Mapping[str, str] = MappingProxyType({})  #: what to say behind a peer's name
 
@@ -77,14 +81,17 @@ def require() -> None:
 
 def lines(
     path: Path, document: dict[str, Any], panels: Sequence[Panel], x: Axis, y: Axis, floor: str
-) -> Path:
-    """One figure, its panels side by side with one y axis; written to path."""
+) -> list[Path]:
+    """One figure, its panels side by side with one y axis; [path], or none without any rows."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     panels = [p._replace(rows=[row for row in p.rows if y.key in row]) for p in panels]
+    panels = [panel for panel in panels if panel.rows]
+    if not panels:
+        return []
     peers = list(dict.fromkeys(row["peer"] for panel in panels for row in panel.rows))
     colours = coloured(peers, floor)
     with matplotlib.rc_context(STYLE):
@@ -100,17 +107,15 @@ def lines(
                 ends.append((axis, name, *one_line(axis, rows, x, y, colours[peer], dash)))
             name_ticks(axis, panel, x)
         axes[0][0].set_ylabel(y.label)
-        figure.tight_layout(rect=(0, 0.05, 1, 1), w_pad=max(map(len, peers)) * 0.45)
+        figure.tight_layout(w_pad=max(map(len, peers)) * 0.45)
         for axis in axes[0]:
             label(axis, [end[1:] for end in ends if end[0] is axis])
-        figure.text(0.01, 0.015, foot(document, floor), fontsize=6, color="#777777")
-        figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-        pyplot.close(figure)
-    return path
+        finish(figure, document, path, f"; dashed: {floor}")
+    return [path]
 
 
 @contextmanager
-def bars(path: Path, document: dict[str, Any], floor: str, count: int) -> Iterator[Any]:
+def bars(path: Path, document: dict[str, Any], count: int) -> Iterator[Any]:
     """The axes for so many horizontal bars; the figure is written to path when they are drawn."""
     import matplotlib
 
@@ -121,10 +126,8 @@ def bars(path: Path, document: dict[str, Any], floor: str, count: int) -> Iterat
         figure, axis = pyplot.subplots(figsize=(7, 1 + 0.4 * count))
         axis.grid(axis="y", visible=False)
         yield axis
-        figure.tight_layout(rect=(0, 0.1, 1, 1))
-        figure.text(0.01, 0.02, foot(document, floor), fontsize=6, color="#777777")
-        figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-        pyplot.close(figure)
+        figure.tight_layout()
+        finish(figure, document, path)
 
 
 def coloured(peers: list[str], floor: str) -> dict[str, str]:
@@ -133,8 +136,8 @@ def coloured(peers: list[str], floor: str) -> dict[str, str]:
 
 
 def prepare(axis: Any, panel: Panel, x: Axis, y: Axis) -> None:
-    axis.set_title(panel.title, fontsize=8, loc="left")
-    axis.set_xlabel(x.label)
+    axis.set_title(panel.title if x.label else "", fontsize=8, loc="left")
+    axis.set_xlabel(x.label or panel.title)
     axis.set_xscale("log", base=2 if x.nbytes else 10) if x.log else None
     axis.set_yscale("log") if y.log else axis.set_ylim(bottom=0)
 
@@ -189,6 +192,14 @@ def label(axis: Any, ends: list[tuple[str, float, float, str]]) -> None:
         )
 
 
-def foot(document: dict[str, Any], floor: str) -> str:
-    what = f"medians and quartiles of {document['rounds']} rounds; dashed: {floor}"
-    return f"{what}. {in_words(document['machine'])}, rdmafork {document['commit']}"
+def finish(figure: Any, document: dict[str, Any], path: Path, line: str = "") -> None:
+    """Says below what was measured where, no wider than the figure, and writes it."""
+    from matplotlib import pyplot
+
+    what = f"medians and quartiles of {document['rounds']} rounds{line}"
+    foot = f"{what}. {in_words(document['machine'])}, rdmafork {document['commit']}"
+    width = int(figure.get_figwidth() * CHARACTERS)
+    text = "\n".join(textwrap.wrap(foot, width, break_on_hyphens=False))
+    figure.text(0.01, -0.01, text, fontsize=FOOT_SIZE, color="#777777", va="top")
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    pyplot.close(figure)

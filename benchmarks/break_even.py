@@ -3,31 +3,30 @@
 python -m rdmafork.benchmarks.break_even [--quick] [--json FILE] [--plot DIR]
 
 Runs of k pages each, amid other memory, on base pages and on transparent huge pages, all pinned
-through io_uring: fork() with the runs left to the kernel (the floor), marked by
-madvise(MADV_DONTFORK), and registered with rdmafork, lazily; and with nothing pinned. A run pays
-in the long run when a fork with it marked takes less time, and at the first fork when it saves more
-than the mark and its removal cost. What the engine marks is read from protected_ranges(), so that
-the threshold it has stands beside the one measured.
+through io_uring: fork() with the runs left to the kernel (the floor) and marked by
+madvise(MADV_DONTFORK), in turns in one process, so that nothing but the marks differs; registered
+with rdmafork, lazily; and with nothing pinned. What a fork costs is counted until its child, which
+does nothing, has ended: pages that were copied and mappings that were inherited have to go again.
+A mark pays in the long run when such a fork takes less time with it. What the engine marks is read
+from protected_ranges(), so that the threshold it has stands beside the one measured.
 """
 
 import argparse
 import ctypes
 import mmap
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import rdmafork
-from rdmafork import _pins
+from rdmafork import _clocks, _pins
 from rdmafork.cli import terminal
 
 from . import _plots, _tables
 from ._forks import (
     HUGE,
     MADV_DOFORK,
-    MADV_DONTFORK,
     MADV_HUGEPAGE,
     MADV_NOHUGEPAGE,
     PAGE,
@@ -35,36 +34,35 @@ from ._forks import (
     libc,
 )
 from ._harness import Document, Result, Row, main
-from ._measures import middle, rounded, summary
+from ._measures import middle, quartiles, rounded, summary
 from ._progress import Progress
 from ._workers import Environment, Skipped, Skips, ask_all, interleave, started
 
 PARAMETERS = ("memory", "pages")
 MEASURES = {
-    "fork_us": lambda us: terminal.milliseconds(us * 1e3),
-    "saved_ns": terminal.nanoseconds,  # of a fork, for each run
-    "mark_ns": terminal.nanoseconds,  # and unmark a run
+    "fork_us": lambda us: terminal.milliseconds(us * 1e3),  # until fork() has returned
+    "ended_us": lambda us: terminal.milliseconds(us * 1e3),  # and the child has ended
+    "saved_ns": "{:,.0f} ns".format,  # of that, by each mark
+    "mark_ns": terminal.nanoseconds,  # to mark a run, and to unmark it
     "marked": "{:.0%}".format,  # of the runs
 }
-FLOOR, MARKED, ENGINE = "left to the kernel", "marked", "rdmafork lazy"
-PEERS: dict[str, Environment] = {
-    FLOOR: {},
-    MARKED: {},
-    ENGINE: {"RDMAFORK_MODE": "lazy"},
-    "not pinned": {},
-}
+FLOOR, MARKED, ENGINE, UNPINNED = "left to the kernel", "marked", "rdmafork lazy", "not pinned"
+PEERS: dict[str, Environment] = {MARKED: {}, ENGINE: {"RDMAFORK_MODE": "lazy"}, UNPINNED: {}}
 MEMORY = ("base pages", "transparent huge pages")
-FORKS = 3  # a sample is the median of so many
+RUNS = 500
+FORKS = 3  # the least of so many is a sample: what is more, others took
+PAIRS = 50
 
 
 class Bench:
     """One peer: so many runs, held as it holds them."""
 
-    def __init__(self, peer: str, runs: int) -> None:
-        self._peer, self._count = peer, runs
-        self._runs: list[tuple[int, int]] = []
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._start = self._stride = self._nbytes = 0
         self._pins: _pins.Pins | None = None
         self._held: list[rdmafork.Registration] = []
+        self._marked_first = False
         if peer == ENGINE:
             try:
                 rdmafork.fork_init()
@@ -74,20 +72,22 @@ class Bench:
     def prepare(self, memory: str, pages: int) -> None:
         """Runs amid pages that are in nobody's way."""
         self._release()
-        stride = PAGE * max(16, 2 * pages)
-        self._memory = mmap.mmap(-1, self._count * stride + HUGE, flags=PRIVATE)
+        self._nbytes, self._stride = pages * PAGE, PAGE * max(16, 2 * pages)
+        self._memory = mmap.mmap(-1, RUNS * self._stride + HUGE, flags=PRIVATE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         start += -start % HUGE
         huge = memory != MEMORY[0]
-        libc.madvise(start, self._count * stride, MADV_HUGEPAGE if huge else MADV_NOHUGEPAGE)
-        ctypes.memset(start, 1, self._count * stride)
-        starts = range(start + PAGE, start + self._count * stride, stride)
-        self._runs = [(at, pages * PAGE) for at in starts]
-        if self._peer != "not pinned":
-            self._pins = _pins.Pins(self._runs)
+        libc.madvise(start, RUNS * self._stride, MADV_HUGEPAGE if huge else MADV_NOHUGEPAGE)
+        ctypes.memset(start, 1, RUNS * self._stride)
+        self._start = start + PAGE
+        if self._peer != UNPINNED:
+            self._pins = _pins.Pins(self._runs())
         if self._peer == ENGINE:
-            self._held = [rdmafork.register_address(*run, owner=self) for run in self._runs]
-            _pins.fork_cost()
+            self._held = [rdmafork.register_address(*run, owner=self) for run in self._runs()]
+        fork_us()  # huge pages are split, and what is registered is marked
+
+    def _runs(self) -> list[tuple[int, int]]:
+        return [(self._start + i * self._stride, self._nbytes) for i in range(RUNS)]
 
     def _release(self) -> None:
         while self._held:
@@ -96,57 +96,63 @@ class Bench:
             self._pins.close()
             self._pins = None
 
-    def sample(self) -> dict[str, float]:
-        mark = self._advise(MADV_DONTFORK) if self._peer == MARKED else 0
-        found = {"fork_us": statistics.median(_pins.fork_cost().ns for _ in range(FORKS)) / 1e3}
-        if self._peer == MARKED:
-            found["mark_ns"] = mark + self._advise(MADV_DOFORK)
+    def sample(self) -> dict[str, dict[str, float]]:
+        """{peer: what was measured}: without and with marks in one process, in either order."""
+        if self._peer != MARKED:
+            return {self._peer: fork_us()}
+        found = {}
+        self._marked_first = not self._marked_first
+        for peer in (MARKED, FLOOR) if self._marked_first else (FLOOR, MARKED):
+            if peer == MARKED:
+                _clocks.madvise_hold(self._start, self._nbytes, RUNS, self._stride)
+            found[peer] = fork_us()
+            libc.madvise(self._start, RUNS * self._stride - PAGE, MADV_DOFORK)
+        pair = _clocks.madvise_pair_ns(self._start + self._stride, self._nbytes, PAIRS)
+        found[MARKED] |= {
+            "saved_ns": (found[FLOOR]["ended_us"] - found[MARKED]["ended_us"]) * 1e3 / RUNS,
+            "mark_ns": pair,
+        }
         return found
-
-    def _advise(self, advice: int) -> float:
-        """Nanoseconds for each run."""
-        start = perf_counter_ns()
-        for run in self._runs:
-            libc.madvise(*run, advice)
-        return (perf_counter_ns() - start) / len(self._runs)
 
     def marked(self) -> float:
         """The share of the runs that the engine has marked."""
         ranges = rdmafork.protected_ranges()
         starts = {found.start for found in ranges if found.protected_by == "advice"}
-        return rounded(sum(at in starts for at, _ in self._runs) / len(self._runs))
+        return rounded(sum(at in starts for at, _ in self._runs()) / RUNS)
+
+
+def fork_us() -> dict[str, float]:
+    returned, ended = [], []
+    for _ in range(FORKS):
+        start = perf_counter_ns()
+        returned.append(_pins.fork_cost().ns)
+        ended.append(perf_counter_ns() - start)
+    return {"fork_us": min(returned) / 1e3, "ended_us": min(ended) / 1e3}
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Result:
-    rounds, runs, sizes = (5, 100, (1, 4)) if options.quick else (15, 500, (1, 2, 3, 4, 8, 16))
+    rounds, sizes = (5, (1, 4)) if options.quick else (40, (1, 2, 3, 4, 8, 16))
     reason = _pins.available()
     if reason:
         return Result(0, [], [{"peer": "all", "reason": f"nothing can be pinned: {reason}"}])
     rows: list[Row] = []
     skipped: Skips = []
     cases = [{"memory": memory, "pages": pages} for memory in MEMORY for pages in sizes]
-    with started(Bench, PEERS, skipped, runs=runs) as workers:
+    with started(Bench, PEERS, skipped) as workers:
         for i, case in enumerate(cases):
             progress(i / len(cases), f"{case['pages']} a run, {case['memory']}")
             ready = ask_all(workers, skipped, "prepare", **case)
             samples = interleave(workers, ready, rounds, "sample")
-            for peer, found in samples.items():
-                rows.append({"peer": peer, **case, **summarised(found)})
-                if peer == MARKED:
-                    rows[-1]["saved_ns"] = saved(samples, runs)
-                elif peer == ENGINE:
-                    rows[-1]["marked"] = workers[peer].ask("marked")
+            for worker, found in samples.items():
+                for peer in found[0]:
+                    rows.append({"peer": peer, **case, **summarised([s[peer] for s in found])})
+                if worker == ENGINE:
+                    rows[-1]["marked"] = workers[worker].ask("marked")
     return Result(rounds, rows, skipped)
 
 
 def summarised(samples: list[dict[str, float]]) -> dict[str, Any]:
     return {name: summary(sample[name] for sample in samples) for name in samples[0]}
-
-
-def saved(samples: dict[str, list[dict[str, float]]], runs: int) -> dict[str, Any]:
-    """Nanoseconds of a fork for each run that is marked, a round at a time."""
-    pairs = zip(samples[FLOOR], samples[MARKED], strict=True)
-    return summary((left["fork_us"] - marked["fork_us"]) * 1e3 / runs for left, marked in pairs)
 
 
 # ---- what is shown -----------------------------------------------------------------------
@@ -159,24 +165,30 @@ def table(document: Document) -> Iterator[str]:
         pages = list(dict.fromkeys(row["pages"] for row in rows))
         lines = [[f"{memory}; pages a run", *map(str, pages)]]
         for measure, shown in MEASURES.items():
-            for peer in PEERS:
+            for peer in dict.fromkeys(row["peer"] for row in rows):
                 cells = {row["pages"]: row[measure] for row in rows
                          if row["peer"] == peer and measure in row}  # fmt: skip
                 if cells:
                     name = f"{peer}, {measure.replace('_', ' ')}"
                     lines.append([name, *(_tables.cell(cells.get(k), shown) for k in pages)])
+                if measure == "saved_ns" and cells:
+                    ends = [quartiles(cells[k]) for k in pages]
+                    lines.append(
+                        ["  half of the samples", *(f"{a:,.0f} to {b:,.0f}" for a, b in ends)]
+                    )
         yield from _tables.aligned(lines)
-        pays = threshold({row["pages"]: middle(row["saved_ns"]) for row in rows
-                          if row["peer"] == MARKED})  # fmt: skip
-        has = threshold({row["pages"]: row["marked"] for row in rows if row["peer"] == ENGINE})
-        yield f"marking pays from {pays} on; the engine marks from {has} on"
+        saved = {row["pages"]: middle(row["saved_ns"]) for row in rows if row["peer"] == MARKED}
+        marks = {row["pages"]: row["marked"] for row in rows if row["peer"] == ENGINE}
+        yield f"better left to the kernel: {below(saved)}; rdmafork leaves it {below(marks)}"
         yield ""
 
 
-def threshold(gains: dict[int, float]) -> str:
-    """The fewest pages from which on all gain something."""
+def below(gains: dict[int, float]) -> str:
+    """The runs that are shorter than all from which on each gains something."""
     found = [k for k in gains if all(gains[more] > 0 for more in gains if more >= k)]
-    return terminal.counted(min(found), "page") if found else "no number of pages measured"
+    if not found:
+        return "all runs measured"
+    return f"runs below {min(found)} pages" if min(found) > min(gains) else "none"
 
 
 def plot(document: Document, directory: Path) -> list[Path]:
@@ -184,11 +196,9 @@ def plot(document: Document, directory: Path) -> list[Path]:
     panels = [
         _plots.Panel(memory, [row for row in rows if row["memory"] == memory]) for memory in MEMORY
     ]
-    if not rows:
-        return []
     x = _plots.Axis("pages", "pages a run")
-    y = _plots.Axis("fork_us", "fork(), us")
-    return [_plots.lines(directory / "break_even.svg", document, panels, x, y, FLOOR)]
+    y = _plots.Axis("ended_us", "fork(), until the child has ended, us")
+    return _plots.lines(directory / "break_even.svg", document, panels, x, y, FLOOR)
 
 
 if __name__ == "__main__":

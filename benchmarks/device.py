@@ -13,8 +13,6 @@ callgrind. Needs an RDMA device, and a C compiler.
 import argparse
 import ctypes
 import os
-import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,12 +20,11 @@ from importlib import import_module
 from itertools import repeat
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
 
 import rdmafork
 from rdmafork.cli import terminal
 
-from . import _forks, _plots
+from . import _compiled, _forks, _plots
 from ._harness import Document, Result, Row, main
 from ._instructions import Counted
 from ._measures import summary
@@ -75,21 +72,6 @@ int loop(void *pd, void *address, size_t nbytes, int access, long times)
 """
 
 Loop = Callable[[int, int, int], None]  # address, nbytes, times
-
-
-def built(directory: str) -> str:
-    """The loop in C. Raises Skipped where it cannot be built."""
-    source, library = (os.path.join(directory, name) for name in ("loop.c", "loop.so"))
-    Path(source).write_text(LOOP)
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    link = ["-shared", "-fPIC", "-O2", source, "-l:libibverbs.so.1", "-o", library]
-    try:
-        done = subprocess.run([*compiler, *link], capture_output=True, text=True)
-    except OSError as error:
-        raise Skipped(f"the loop in C cannot be built: {error}") from None
-    if done.returncode:
-        raise Skipped(f"the loop in C cannot be built: {done.stderr.strip()[-200:]}")
-    return library
 
 
 # ---- the peers, each in a process of its own ---------------------------------------------
@@ -202,7 +184,10 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
     try:
         device = chosen(options.device)
         with tempfile.TemporaryDirectory() as directory:
-            settings = {"device": device, "library": built(directory)}
+            settings = {
+                "device": device,
+                "library": _compiled.library(directory, LOOP, "-l:libibverbs.so.1"),
+            }
             with started(Bench, PEERS, skipped, **settings) as workers:
                 for i, nbytes in enumerate(sizes):
                     progress(i / len(sizes) / 2, f"{device}, {terminal.size(nbytes)}")
@@ -213,35 +198,22 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
             smallest = [row for row in rows if row["nbytes"] == sizes[0]]
             for i, row in enumerate(smallest):
                 progress(0.5 + i / len(smallest) / 2, f"counting: {row['peer']}")
-                count(row, settings, options.quick, skipped)
+                peer = row["peer"]
+                request = {"do": "count", "nbytes": row["nbytes"]}
+                counted = Counted(Bench, {"peer": peer, **settings}, PEERS[peer], request)
+                wanted = ("system_calls",) if options.quick else ("system_calls", "instructions")
+                skipped += counted.into(row, TIMES, wanted)
     except Skipped as reason:
         skipped.append({"peer": "all", "reason": str(reason)})
     return Result(rounds, rows, skipped)
 
 
-def count(row: Row, settings: dict[str, Any], quick: bool, skipped: Skips) -> None:
-    """The system calls and the instructions of a pair, into its row."""
-    request = {"do": "count", "nbytes": row["nbytes"]}
-    peer = row["peer"]
-    counted = Counted(Bench, {"peer": peer, **settings}, PEERS[peer], request)
-    wanted: dict[str, Any] = {"system_calls": counted.system_calls}
-    if not quick:
-        wanted["instructions"] = counted.instructions
-    for measured, how in wanted.items():
-        try:
-            row[measured] = how(TIMES)
-        except Skipped as reason:
-            skipped.append({"peer": peer, "counting": measured, "reason": str(reason)})
-
-
 def plot(document: Document, directory: Path) -> list[Path]:
-    rows = document["rows"]
-    if not rows:
-        return []
     x = _plots.Axis("nbytes", "bytes registered", nbytes=True)
     y = _plots.Axis("pair_ns", "register + deregister, us", unit=1e3)
-    panels = [_plots.Panel(f"at {rows[0]['device']}", rows)]
-    return [_plots.lines(directory / "device.svg", document, panels, x, y, FLOOR)]
+    rows = document["rows"]
+    panels = [_plots.Panel(f"at {device}", rows) for device in {row["device"] for row in rows}]
+    return _plots.lines(directory / "device.svg", document, panels, x, y, FLOOR)
 
 
 if __name__ == "__main__":

@@ -13,24 +13,22 @@ has few.
 """
 
 import argparse
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rdmafork import _pins
 from rdmafork.cli import machine, terminal
-from rdmafork.cli.demo import POOL, reserved_huge_pages
 
 from . import _plots, _tables
 from ._forks import FLOOR, HUGE, PAGE, PEERS, Situation, Worker
 from ._harness import Document, Result, Row, main
 from ._measures import summary
+from ._pool import huge_pages
 from ._progress import Progress
 from ._workers import Skipped, Skips, Workers, ask_all, interleave, started
 
 PAGES = ("base", "transparent huge", "huge")
-FREE = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"
 LARGE = 64 << 20  # buffers from this size on are alone; smaller ones are many
 OFFSET = 100  # of one of many in its first page: two pages are edges
 
@@ -76,21 +74,6 @@ def situations(options: argparse.Namespace, room: int) -> Iterator[Situation]:
     if "base" in options.pages:
         for ranges in (1, 1000) if options.quick else (1, 100, 1000, 10_000):
             yield Situation("base", 8 * PAGE, ranges, OFFSET)
-
-
-@contextlib.contextmanager
-def huge_pages(wanted: int) -> Iterator[None]:
-    """So many are free: of a pool there is, or of one that is given back. Raises Skipped."""
-    with contextlib.ExitStack() as stack:
-        if wanted and not machine.number(POOL):
-            try:
-                stack.enter_context(reserved_huge_pages(wanted))
-            except OSError as error:
-                raise Skipped(f"huge pages cannot be reserved: {error.strerror}") from None
-        free = machine.number(FREE) or 0
-        if free < wanted:
-            raise Skipped(f"of {wanted} huge pages of 2 MiB only {free} are free")
-        yield
 
 
 def rounds_of(options: argparse.Namespace, nbytes: int) -> int:
@@ -178,7 +161,7 @@ def plot(document: Document, directory: Path) -> list[Path]:
     one = [row for row in document["rows"] if row["buffer_bytes"] >= LARGE]
     many = [row for row in document["rows"] if row["buffer_bytes"] < LARGE]
     kinds = {kind: [row for row in one if row["pages"] == kind] for kind in PAGES}
-    sizes = [_plots.Panel(f"{kind} pages", rows) for kind, rows in kinds.items() if rows]
+    sizes = [_plots.Panel(f"{kind} pages", rows) for kind, rows in kinds.items()]
     stages = {
         "first_fork_us": "fork() in the parent, all just registered",
         "fork_us": "fork() in the parent, once more",
@@ -195,11 +178,13 @@ def plot(document: Document, directory: Path) -> list[Path]:
         "memory": (
             sizes, size, _plots.Axis("child_own_bytes", "the child's own memory, MiB", unit=1 << 20)
         ),
-        "ranges": (ranges if many else [], count, _plots.Axis("stage_us", "ms", unit=1e3)),
+        "ranges": (ranges, count, _plots.Axis("stage_us", "ms", unit=1e3)),
     }  # fmt: skip
     return [
-        _plots.lines(directory / f"fork_latency-{name}.svg", document, panels, x, y, FLOOR)
-        for name, (panels, x, y) in figures.items() if panels
+        path for name, (panels, x, y) in figures.items()
+        for path in _plots.lines(
+            directory / f"fork_latency-{name}.svg", document, panels, x, y, FLOOR
+        )
     ]  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def plot(document: Document, directory: Path) -> list[Path]:
     rows = [row for row in document["rows"] if row["peer"] != FLOOR][::-1]
     peers = [row["peer"] for row in rows]
     path = directory / "import_time.svg"
-    with _plots.bars(path, document, FLOOR, len(rows)) as axis:
+    with _plots.bars(path, document, len(rows)) as axis:
         middles = [row["over_ns"]["median"] / 1e6 for row in rows]
         quartiles = [[ns / 1e6 for ns in row["over_ns"]["quartiles"]] for row in rows]
         spread = [

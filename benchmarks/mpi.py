@@ -57,7 +57,10 @@ def own_tables(quick: bool, progress: Progress, world: Any, room: int) -> Result
         world.Barrier()
         try:
             if module is registration:
-                result = registration.measure(parser(name).parse_args(arguments), progress)
+                options = parser(name).parse_args(arguments)
+                sizes = registration.sizes_of(options)
+                cases = [(s, n) for s in registration.SITUATIONS for n in sizes]
+                result = registration.timed(options, cases, progress)
             else:
                 options = parser(name).parse_args([*arguments, "--pages", "base"])
                 result = fork_latency.measured(options, progress, room)
@@ -167,7 +170,7 @@ def outlier(row: Row) -> str:
 
 def plot(document: Document, directory: Path) -> list[Path]:
     """A line a peer over the ranks: an outlier is seen at once."""
-    figures = []
+    figures: list[Path] = []
     for measure, label in ("pair_ns", "register + release, ns"), ("fork_us", "fork(), us"):
         rows = [row for row in document["rows"] if row["measure"] == measure]
         panels = []
@@ -178,11 +181,10 @@ def plot(document: Document, directory: Path) -> list[Path]:
                 for rank, value in row["by_rank"].items()
             ]  # fmt: skip
             panels.append(_plots.Panel(situation, points))
-        if panels:
-            path = directory / f"mpi-{measure.partition('_')[0]}.svg"
-            floor = PAIR if measure == "pair_ns" else FLOOR
-            x, y = _plots.Axis("rank", "rank", log=False), _plots.Axis("y", label)
-            figures.append(_plots.lines(path, document, panels, x, y, floor))
+        path = directory / f"mpi-{measure.partition('_')[0]}.svg"
+        floor = PAIR if measure == "pair_ns" else FLOOR
+        x, y = _plots.Axis("rank", "rank", log=False), _plots.Axis("y", label)
+        figures += _plots.lines(path, document, panels, x, y, floor)
     return figures
 
 

@@ -19,18 +19,17 @@ its instructions of user space, by the processor's counter or by callgrind.
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from rdmafork.cli import machine, terminal
-from rdmafork.cli.demo import POOL, reserved_huge_pages
+from rdmafork.cli import terminal
 
 from . import _plots
 from ._harness import Document, Result, Row, main, summary
 from ._instructions import Counted
 from ._peers import FLOOR, HUGETLB, PAGE, WAYS, calibrated, environments, private_memory
+from ._pool import huge_pages
 from ._progress import Progress
 from ._workers import Skipped, Skips, ask_all, interleave, started
 
@@ -95,55 +94,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Result:
+    sizes = sizes_of(options)
+    skipped: Skips = []
+    with contextlib.ExitStack() as stack:
+        cases = [(situation, nbytes) for situation in SITUATIONS for nbytes in sizes]
+        if HUGE in sizes:
+            try:
+                stack.enter_context(huge_pages(3 * len(WAYS)))
+                cases.append((HUGE_PAGES, HUGE))
+            except Skipped as reason:
+                skipped.append({"peer": "all", "situation": HUGE_PAGES, "reason": str(reason)})
+        result = timed(options, cases, progress)
+    pages = [row for row in result.rows if row["nbytes"] == PAGE]
+    # Counts, unlike times, are not disturbed by what else runs.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        counted = pool.map(lambda row: count(row, options.quick), pages)
+        for i, row in enumerate(pages):
+            progress(0.5 + i / len(pages) / 2, f"counting: {row['peer']}, {row['situation']}")
+            skipped += next(counted)
+    return result._replace(skipped=result.skipped + skipped)
+
+
+def sizes_of(options: argparse.Namespace) -> Sequence[int]:
+    chosen: Sequence[int] = options.sizes or (SIZES[:3:2] if options.quick else SIZES)
+    return chosen
+
+
+def timed(
+    options: argparse.Namespace, cases: Sequence[tuple[str, int]], progress: Progress
+) -> Result:
+    """How long pairs take in these situations, of so many bytes."""
     rounds = 5 if options.quick else 15
-    sizes = options.sizes or (SIZES[:3:2] if options.quick else SIZES)
-    cases = [(situation, nbytes) for situation in SITUATIONS for nbytes in sizes]
-    cases += [(HUGE_PAGES, HUGE)] if HUGE in sizes else []
     rows: list[Row] = []
     skipped: Skips = []
-    with huge_pages(3 * len(WAYS)), started(Bench, environments(), skipped) as workers:
+    with started(Bench, environments(), skipped) as workers:
         for i, (situation, nbytes) in enumerate(cases):
             case = {"situation": situation, "nbytes": nbytes}
             progress(i / len(cases) / 2, f"{situation}, {terminal.size(nbytes)}")
             ready = ask_all(workers, skipped, "prepare", **case)
             for peer, samples in interleave(workers, ready, rounds, "sample").items():
                 rows.append({"peer": peer, **case, "pair_ns": summary(samples)})
-    pages = [row for row in rows if row["nbytes"] == PAGE]
-    # Counts, unlike times, are not disturbed by what else runs.
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        counted = pool.map(lambda row: count(row, options.quick, skipped), pages)
-        for i, row in enumerate(pages):
-            progress(0.5 + i / len(pages) / 2, f"counting: {row['peer']}, {row['situation']}")
-            next(counted)
     return Result(rounds, rows, skipped)
 
 
-@contextlib.contextmanager
-def huge_pages(count: int) -> Iterator[None]:
-    """So many in the pool if it is empty and this may be done; else who lacks them is skipped."""
-    with contextlib.ExitStack() as stack:
-        if machine.number(POOL) == 0:
-            with contextlib.suppress(OSError):
-                stack.enter_context(reserved_huge_pages(count))
-        yield
-
-
-def count(row: Row, quick: bool, skipped: Skips) -> None:
-    """The system calls and the instructions of a pair, into its row."""
-    way = WAYS[row["peer"]]
+def count(row: Row, quick: bool) -> Skips:
+    """The system calls of a pair into its row, and of a new page the instructions."""
+    new = row["situation"] == "new"
+    wanted = {"system_calls": new or not quick, "instructions": new and not quick}
     request = {"do": "count", "situation": row["situation"], "nbytes": row["nbytes"]}
-    counted = Counted(Bench, {"peer": row["peer"]}, way.environment, request)
+    counted = Counted(Bench, {"peer": row["peer"]}, WAYS[row["peer"]].environment, request)
     times = max(1, min(int(COUNTED_NS / row["pair_ns"]["median"]), MOST_PAIRS))
-    wanted: dict[str, Any] = {}
-    if row["situation"] == "new" or not quick:
-        wanted["system_calls"] = counted.system_calls
-    if row["situation"] == "new" and not quick:
-        wanted["instructions"] = counted.instructions
-    for measured, how in wanted.items():
-        try:
-            row[measured] = how(times) + 0.0  # no -0
-        except Skipped as reason:
-            skipped.append({"peer": row["peer"], "counting": measured, "reason": str(reason)})
+    return counted.into(row, times, [name for name, is_wanted in wanted.items() if is_wanted])
 
 
 def plot(document: Document, directory: Path) -> list[Path]:
@@ -153,7 +154,7 @@ def plot(document: Document, directory: Path) -> list[Path]:
     ]
     x = _plots.Axis("nbytes", "bytes registered", nbytes=True)
     y = _plots.Axis("pair_ns", "register + release, ns")
-    return [_plots.lines(directory / "registration.svg", document, panels, x, y, FLOOR)]
+    return _plots.lines(directory / "registration.svg", document, panels, x, y, FLOOR)
 
 
 if __name__ == "__main__":

@@ -193,8 +193,9 @@ def plot(document: Document, directory: Path) -> list[Path]:
         }
         panels.append(_plots.Panel(title, rows, stops))
     return [
-        _plots.lines(directory / name, document, panels, x, y, FLOOR) for name, y in figures.items()
-    ]
+        path for name, y in figures.items()
+        for path in _plots.lines(directory / name, document, panels, x, y, FLOOR)
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

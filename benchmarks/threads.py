@@ -89,7 +89,7 @@ def plot(document: Document, directory: Path) -> list[Path]:
     ]
     x = _plots.Axis("threads", "threads")
     y = _plots.Axis("pairs_per_second", "register + release, pairs per second")
-    return [_plots.lines(directory / "threads.svg", document, panels, x, y, FLOOR)]
+    return _plots.lines(directory / "threads.svg", document, panels, x, y, FLOOR)
 
 
 if __name__ == "__main__":

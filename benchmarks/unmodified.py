@@ -13,7 +13,6 @@ child has for itself, and whether the registered pages stay where they are, whic
 import argparse
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 
 from rdmafork.cli import terminal
 
-from . import _forked_programs, _plots
+from . import _compiled, _forked_programs, _plots
 from ._harness import Document, Result, Row, main
 from ._measures import summary
 from ._progress import Progress
@@ -56,20 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="the first one by default")
 
 
-def build(directory: str, source: str, *options: str) -> str:
-    path, library = (os.path.join(directory, name) for name in ("library.c", "library.so"))
-    Path(path).write_text(source)
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    command = [*compiler, "-shared", "-fPIC", "-O2", "-pthread", path, *options, "-o", library]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise Skipped(f"there is no C compiler ({compiler[0]})") from None
-    if done.returncode:
-        raise Skipped(f"{shlex.join(command)}: {done.stderr.strip()[-200:]}")
-    return library
-
-
 def start(arguments: list[str], prefix: list[str]) -> dict[str, Any]:
     command = [*prefix, sys.executable, PROGRAM, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -84,9 +69,9 @@ def ways(device: str | None, forks: int, directory: str, skipped: Skips) -> dict
     sizes = [str(NBYTES), str(forks)]
     if not device:
         skipped.append({"program": "all that need a device", "reason": "there is no RDMA device"})
-        caller = build(directory, CALLER, "-l:libibverbs.so.1")
+        caller = _compiled.library(directory, CALLER, "-l:libibverbs.so.1")
         return {"ranges": partial(start, ["ranges", "", *sizes, caller])}
-    forker = build(directory, _forked_programs.FORKER)
+    forker = _compiled.library(directory, _forked_programs.FORKER)
     found: dict[str, Way] = {n: partial(start, [n, device, *sizes]) for n in ("pyverbs", "dlvsym")}
     for name in _forked_programs.PROGRAMS:
         if shutil.which(name):
@@ -130,18 +115,20 @@ def first_device() -> str | None:
 
 def plot(document: Document, directory: Path) -> list[Path]:
     """Two bars a program: fork() alone, and under exec."""
-    path = directory / "unmodified.svg"
-    colours = {"alone": "#999999", FLOOR: "#0072B2"}
-    with _plots.bars(path, document, FLOOR, len(document["rows"])) as axis:
-        for at, bar in enumerate(reversed(document["rows"])):
+    path, rows = directory / "unmodified.svg", document["rows"][::-1]
+    colours = {"alone": "#999999", FLOOR: _plots.COLOURS["rdmafork lazy"]}
+    with _plots.bars(path, document, len(rows)) as axis:
+        for at, bar in enumerate(rows):
             value = bar["fork_ns"]["median"] / 1e6
-            name = f"{bar['program']}, {bar['peer']}"
+            name = f"{bar['program']} ({terminal.size(bar['registered_bytes'])}), {bar['peer']}"
             axis.barh(name, value, height=0.6, color=colours[bar["peer"]])
-            text = f" {terminal.milliseconds(bar['fork_ns']['median'])}"
-            axis.text(value, at, text, va="center", fontsize=7)
+            axis.annotate(
+                terminal.milliseconds(bar["fork_ns"]["median"]), (value, at),
+                xytext=(4, 0), textcoords="offset points", va="center", fontsize=7,
+            )  # fmt: skip
         axis.set_xscale("log")
         axis.margins(x=0.15)
-        axis.set_xlabel("ms of a fork() with 128 MiB registered (ucx_perftest: 52 MiB)")
+        axis.set_xlabel("fork() with so much registered, ms")
     return [path]
 
 

@@ -14,7 +14,7 @@ from conftest import needs_lazy
 
 import rdmafork
 from rdmafork import _pins
-from rdmafork.benchmarks import fork_latency
+from rdmafork.benchmarks import _pool, fork_latency
 from rdmafork.benchmarks._progress import Progress
 from rdmafork.benchmarks._workers import Skipped
 
@@ -104,10 +104,10 @@ def test_a_pool_that_does_not_suffice_is_a_reason_and_stays_as_it_is(monkeypatch
     pool, free = tmp_path / "pool", tmp_path / "free"
     pool.write_text("3\n")
     free.write_text("1\n")
-    monkeypatch.setattr(fork_latency, "POOL", str(pool))
-    monkeypatch.setattr(fork_latency, "FREE", str(free))
+    monkeypatch.setattr(_pool, "POOL", str(pool))
+    monkeypatch.setattr(_pool, "FREE", str(free))
     with pytest.raises(Skipped, match="of 64 huge pages of 2 MiB only 1 are free"):
-        with fork_latency.huge_pages(64):
+        with _pool.huge_pages(64):
             pytest.fail("there are not so many")
     assert pool.read_text() == "3\n"
 
@@ -142,21 +142,21 @@ def test_break_even_says_what_pays_and_what_the_engine_marks(tmp_path):
         assert {row["marked"] for row in of(rows, "rdmafork lazy")} == {1}
     break_even = importlib.import_module("rdmafork.benchmarks.break_even")
     text = "\n".join(break_even.table(found))
-    assert text.count("marking pays from") == text.count("the engine marks from") == 2
+    assert text.count("better left to the kernel: ") == text.count("rdmafork leaves it ") == 2
 
 
 @pytest.mark.parametrize(
     ("gains", "said"),
     [
-        ({1: -5, 2: 3, 4: 9}, "2 pages"),
-        ({1: 4, 2: -1, 4: 9}, "4 pages"),
-        ({1: 1, 2: 1}, "1 page"),
-        ({1: 1, 2: -1}, "no number of pages measured"),
+        ({1: -5, 2: 3, 4: 9}, "runs below 2 pages"),
+        ({1: 4, 2: -1, 4: 9}, "runs below 4 pages"),
+        ({1: 1, 2: 1}, "none"),
+        ({1: 1, 2: -1}, "all runs measured"),
     ],
 )
 def test_a_threshold_is_where_all_from_there_on_gain(gains, said):
     break_even = importlib.import_module("rdmafork.benchmarks.break_even")
-    assert break_even.threshold(gains) == said
+    assert break_even.below(gains) == said
 
 
 def test_importing_starts_no_thread_and_asks_the_kernel_for_nothing(tmp_path):

@@ -17,7 +17,7 @@ CTESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build test test-vm ctest asan tsan bench bench-check lint format clean
+.PHONY: help demo build test test-vm ctest asan tsan bench bench-vm bench-check lint format clean
 .DELETE_ON_ERROR:
 
 help:	## print the targets (the default)
@@ -53,7 +53,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -e
 TESTING := '.[dev,test]'
 LINTING := '.[dev,test,lint]'
 VIRTUAL := '.[dev,test,vm]'
-DRAWING := '.[dev,test,bench]'
+DRAWING := '.[dev,test,bench,mpi]'
 REBUILD := $(BIN)/python setup.py -q build_ext --inplace
 
 # The first time, and when the metadata has changed, pip; else what has changed is rebuilt.
@@ -114,19 +114,28 @@ tsan: ctest-tsan	## the same under ThreadSanitizer
 
 ## ---- What it costs ------------------------------------------------------------------
 
-# Not those that need a device or a launcher.
-BENCHMARKS := $(filter-out _% device mpi,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py)))
 RESULTS := benchmarks/results
+AT_DEVICE := device unmodified
+BENCHMARKS := $(filter-out _% $(AT_DEVICE),$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py)))
+MPIRUN := env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	$(BIN)/mpirun -n 2 --oversubscribe
 
-$(FIGURES): pyproject.toml | $(BUILT)
+$(FIGURES): pyproject.toml Makefile | $(BUILT)
 	@$(INSTALL) $(DRAWING)
 	@touch $(BUILT) $@
 
 bench: $(BUILT) $(FIGURES)	## every benchmark in full, its JSON and its figures in benchmarks/results
 	@failed=0; for name in $(BENCHMARKS); do \
-		$(BIN)/python -m rdmafork.benchmarks.$$name --json $(RESULTS)/$$name.json --plot $(RESULTS) \
-			|| failed=1; \
+		[ $$name = mpi ] && run='$(MPIRUN)' || run=; \
+		$$run $(BIN)/python -m rdmafork.benchmarks.$$name \
+			--json $(RESULTS)/$$name.json --plot $(RESULTS) || failed=1; \
 	done; exit $$failed
+
+bench-vm: export PYTEST_ARGS := tests/vm/bench.py
+bench-vm: $(BUILT) $(GUESTS) $(FIGURES)	## those that need a device, in a VM with a soft-RoCE device, on Debian's kernel 6.1
+	@$(BIN)/python tests/vm/run.py 6.1
+	@cp $(AT_DEVICE:%=build/vm/6.1/%.json) $(RESULTS)
+	@$(BIN)/python -m rdmafork.benchmarks $(AT_DEVICE:%=$(RESULTS)/%.json) $(RESULTS)
 
 bench-check: $(BUILT)	## does what is claimed of the costs hold on this machine?
 	@$(BIN)/python -m rdmafork.benchmarks._claims

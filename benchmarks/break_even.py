@@ -131,7 +131,7 @@ def fork_us() -> dict[str, float]:
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Result:
-    rounds, sizes = (5, (1, 4)) if options.quick else (40, (1, 2, 3, 4, 8, 16))
+    rounds, sizes = (5, (1, 4)) if options.quick else (20, (1, 2, 3, 4, 8, 16))
     reason = _pins.available()
     if reason:
         return Result(0, [], [{"peer": "all", "reason": f"nothing can be pinned: {reason}"}])

@@ -2,8 +2,8 @@
 
 mpirun -n N python -m rdmafork.benchmarks.mpi [--quick] [--json FILE] [--plot DIR]
 
-Every rank measures `registration` and `fork_latency` (base pages) at the same time as all others,
-and rank 0 reduces their tables to one: of the ranks' medians the least, the median and the
+Every rank measures `registration` (of 4 KiB and 2 MiB) and `fork_latency` (base pages, up to
+256 MiB) at the same time as all others, and rank 0 reduces their tables to one: of the ranks' medians the least, the median and the
 greatest, and which rank is farthest from the median, on which host. The peers are those of the two.
 Needs mpi4py and an MPI to start it: pip install 'rdmafork[mpi]'.
 """
@@ -36,6 +36,9 @@ REDUCED: dict[ModuleType, tuple[str, ...]] = {
 SHOWN: dict[str, Any] = {**registration.MEASURES, **fork_latency.MEASURES}
 
 
+SIZES, LARGEST = (4 << 10, 2 << 20), 256 << 20  # more tells no more of ranks apart
+
+
 class Silence(Progress):
     """Of the ranks that have no terminal."""
 
@@ -58,8 +61,7 @@ def own_tables(quick: bool, progress: Progress, world: Any, room: int) -> Result
         try:
             if module is registration:
                 options = parser(name).parse_args(arguments)
-                sizes = registration.sizes_of(options)
-                cases = [(s, n) for s in registration.SITUATIONS for n in sizes]
+                cases = [(s, n) for s in registration.SITUATIONS for n in SIZES]
                 result = registration.timed(options, cases, progress)
             else:
                 options = parser(name).parse_args([*arguments, "--pages", "base"])
@@ -97,7 +99,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
         reason = "one rank alone: mpirun -n N python -m rdmafork.benchmarks.mpi"
         return Result(0, [], [{"peer": "all", "reason": reason}])
     neighbours = world.Split_type(MPI.COMM_TYPE_SHARED).size
-    room = fork_latency.half_of_memory() // neighbours
+    room = min(fork_latency.half_of_memory() // neighbours, 2 * LARGEST)
     own = own_tables(options.quick, progress, world, room)
     ranks = world.gather((MPI.Get_processor_name(), own.rows, own.skipped))
     if ranks is None:
@@ -122,7 +124,9 @@ def reduced(hosts: list[str], tables: list[list[Row]]) -> list[Row]:
 
 def spread(values: dict[int, float], hosts: list[str]) -> Row:
     middle = statistics.median(values.values())
-    farthest = max(values, key=lambda rank: abs(values[rank] - middle))
+    # Of two that are as far, the one that has more.
+    far = {rank: (rounded(abs(value - middle)), value) for rank, value in values.items()}
+    farthest = max(far, key=far.__getitem__)
     return {
         "minimum": min(values.values()),
         "median": rounded(middle),

@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Result:
-    sizes = sizes_of(options)
+    sizes = options.sizes or (SIZES[:3:2] if options.quick else SIZES)
     skipped: Skips = []
     with contextlib.ExitStack() as stack:
         cases = [(situation, nbytes) for situation in SITUATIONS for nbytes in sizes]
@@ -113,11 +113,6 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
             progress(0.5 + i / len(pages) / 2, f"counting: {row['peer']}, {row['situation']}")
             skipped += next(counted)
     return result._replace(skipped=result.skipped + skipped)
-
-
-def sizes_of(options: argparse.Namespace) -> Sequence[int]:
-    chosen: Sequence[int] = options.sizes or (SIZES[:3:2] if options.quick else SIZES)
-    return chosen
 
 
 def timed(

@@ -8,6 +8,7 @@ are installed, have a library preloaded that forks in them, with as much registe
 Where there is no device: a program that makes the calls libibverbs makes, with io_uring's pins. The
 peers: alone, and the same under exec (the floor). How long fork() takes in the parent, what its
 child has for itself, and whether the registered pages stay where they are, which root can see.
+`make bench-vm` measures all of it at a soft-RoCE device in a virtual machine.
 """
 
 import argparse

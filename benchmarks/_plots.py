@@ -36,7 +36,7 @@ OTHERS = ("#009E73", "#8C6D31", "#999933")
 BLACK = "#000000"
 NAME_SIZE, FOOT_SIZE = 6.5, 6
 CHARACTERS = 24  # of the foot, to an inch
-STYLE = {
+STYLE: dict[str, Any] = {
     "font.size": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -143,15 +143,18 @@ def prepare(axis: Any, panel: Panel, x: Axis, y: Axis) -> None:
 
 
 def name_ticks(axis: Any, panel: Panel, x: Axis) -> None:
-    """Each x there is, but without names that would lie upon the next one's."""
-    ticks = sorted({row[x.key] for row in panel.rows})
-    places = [axis.transData.transform((value, 1))[0] for value in ticks]
-    apart = 0.11 * axis.bbox.width
-    names = [
-        "" if 0 < following - place < apart else tick(x, value)
-        for value, place, following in zip(ticks, places, [*places[1:], 0], strict=True)
-    ]
-    axis.set_xticks(ticks, names)
+    """Each x there is, from the last one on, but without names that would lie upon others."""
+    values = sorted({row[x.key] for row in panel.rows})
+    names = [tick(x, value) for value in values]
+    character = 0.65 * STYLE["font.size"] * axis.figure.dpi / 72
+    free = float("inf")  # to the left of this
+    for at in range(len(values) - 1, -1, -1):
+        place, half = axis.transData.transform((values[at], 1))[0], len(names[at]) * character / 2
+        if place + half > free:
+            names[at] = ""
+        else:
+            free = place - half
+    axis.set_xticks(values, names)
     axis.minorticks_off()
 
 

@@ -3,8 +3,9 @@
 mpirun -n N python -m rdmafork.benchmarks.mpi [--quick] [--json FILE] [--plot DIR]
 
 Every rank measures `registration` (of 4 KiB and 2 MiB) and `fork_latency` (base pages, up to
-256 MiB) at the same time as all others, and rank 0 reduces their tables to one: of the ranks' medians the least, the median and the
-greatest, and which rank is farthest from the median, on which host. The peers are those of the two.
+256 MiB) at the same time as all others, and rank 0 reduces their tables to one: of the ranks'
+medians the least, the median and the greatest, and which rank is farthest from the median, on which
+host. The peers are those of the two.
 Needs mpi4py and an MPI to start it: pip install 'rdmafork[mpi]'.
 """
 

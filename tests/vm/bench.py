@@ -1,5 +1,6 @@
 """The benchmarks that need a device, in full, for `make bench-vm`: not among the tests."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,6 @@ import pytest
 @pytest.mark.parametrize("name", ["device", "unmodified"])
 def test_in_full(device, name, request):
     """Its JSON is left beside the report on the tests."""
-    results = Path(request.config.option.xmlpath or "build/results.xml").parent
+    results = Path(os.path.relpath(request.config.option.xmlpath)).parent
     command = [sys.executable, "-m", f"rdmafork.benchmarks.{name}", "--device", device]
     subprocess.run([*command, "--json", results / f"{name}.json"], check=True)

@@ -87,14 +87,58 @@ def many() -> Iterator[str]:
     )  # fmt: skip
 
 
-def machine(name: str) -> Iterator[str]:
-    yield f"({in_words(document(name)['machine'])}.)"
+def scale() -> Iterator[str]:
+    """Of as many as were tried at most; who has a floor for its fork has registered them all."""
+    most = max(row["live"] for row in document("scale")["rows"])
+    isolated, arena = (
+        rows("scale", live=most, layout=layout) for layout in ("isolated", "arena")
+    )  # fmt: skip
+    yield from table(
+        [f"of {most:,} isolated pages", "registered", "bytes for each", "of as many in an arena",
+         "one more + release", "a `fork()` then, to the kernel's own copying"],
+        *(
+            [peer, f"{row['reached']:,}",
+             *(f"{found['bytes_each']:,.0f}" if "bytes_each" in found else "-"
+               for found in (row, arena[peer])),
+             terminal.nanoseconds(row["pair_ns"]["median"]) if "pair_ns" in row else "-",
+             cell(row, "fork_ns", terminal.milliseconds) if "fork_ns" in row else "-"]
+            for peer, row in isolated.items()
+        ),
+    )  # fmt: skip
 
 
+def unmodified() -> Iterator[str]:
+    alone, inside = (
+        {row["program"]: row for row in document("unmodified")["rows"] if row["peer"] == peer}
+        for peer in ("alone", "under exec")
+    )
+    yield from table(
+        ["an unmodified program forks", "registered, at least", "`fork()`, alone",
+         "under `rdmafork exec`", "its child has for itself, alone", "under `rdmafork exec`"],
+        *(
+            [NAMES.get(program, program), terminal.size(row["registered_bytes"]),
+             *(terminal.milliseconds(r["fork_ns"]["median"]) for r in (row, inside[program])),
+             *(terminal.size(r["child_own_bytes"]) for r in (row, inside[program]))]
+            for program, row in alone.items()
+        ),
+    )  # fmt: skip
+
+
+def source(name: str) -> str:
+    """How the numbers are obtained, and on what machine."""
+    return f"(`rdmafork bench {name}`; {in_words(document(name)['machine'])}.)"
+
+
+NAMES = {
+    "pyverbs": "through pyverbs",
+    "dlvsym": "after its own `ibv_fork_init()`",
+}
 TABLES: dict[str, tuple[Callable[[], Iterator[str]], str]] = {
     "fork": (fork, "fork_latency"),
     "registration": (registration, "registration"),
     "many": (many, "fork_latency"),
+    "scale": (scale, "scale"),
+    "unmodified": (unmodified, "unmodified"),
 }
 
 
@@ -102,9 +146,8 @@ def written(text: str) -> str:
     """The same with its tables as they are to be."""
 
     def section(found: re.Match[str]) -> str:
-        make, source = TABLES[found[2]]
-        lines = [*make(), "", *machine(source)]
-        return "\n".join([found[1], *lines, "", found[3]])
+        make, name = TABLES[found[2]]
+        return "\n".join([found[1], *make(), "", source(name), "", found[3]])
 
     return SECTION.sub(section, text)
 

@@ -44,7 +44,7 @@ def test_the_example_runs(example, tmp_path):
 def test_its_tables_of_costs_are_those_of_the_results():
     """python docs/costs.py writes them."""
     text = README.read_text()
-    assert text.count("<!-- costs: ") == 3
+    assert text.count("<!-- costs: ") == 5
     assert runpy.run_path(str(README.parent / "docs/costs.py"))["written"](text) == text
 
 

@@ -190,9 +190,14 @@ def judged(claim: Claim, documents: list[Document]) -> Verdict:
 def shown(verdict: Verdict) -> list[str]:
     claim, value = verdict.claim, verdict.value
     word = "not checked" if value is None else "BROKEN" if verdict.broken else "holds"
-    aim = "" if claim.aim is None else f"aim {claim.aim:g}"
-    measured = "-" if value is None else f"{value:.4g}"
-    return [f"{word}: {claim.text}", measured, f"<= {claim.most:g}", f"+{verdict.margin:.0%}", aim]
+    aim = "" if claim.aim is None else f"aim {printed(claim.aim)}"
+    measured = "-" if value is None else printed(value)
+    bound = f"<= {printed(claim.most)}"
+    return [f"{word}: {claim.text}", measured, bound, f"+{verdict.margin:.0%}", aim]
+
+
+def printed(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def main() -> int:

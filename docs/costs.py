@@ -3,7 +3,7 @@
     python docs/costs.py
 
 Between "<!-- costs: NAME -->" and "<!-- end -->" it writes the table of that name, made of what
-`make bench` measured last.
+`make bench` and `make bench-vm` measured last.
 """
 
 import json
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rdmafork.benchmarks import fork_latency
 from rdmafork.benchmarks._facts import in_words
 from rdmafork.cli import terminal
 
@@ -49,13 +50,19 @@ def cell(row: Row, measure: str, shown: Callable[[float], str]) -> str:
 
 
 def fork() -> Iterator[str]:
-    found = rows("fork_latency", pages="base", buffer_bytes=1 << 30, ranges=1)
+    kinds = {
+        kind: rows("fork_latency", pages=kind, buffer_bytes=1 << 30, ranges=1)
+        for kind in fork_latency.PAGES
+    }
+    base = kinds["base"]
+    measured = {kind: found for kind, found in kinds.items() if found}
     yield from table(
-        ["1 GiB registered and pinned", "`fork()`, to the floor", "the child has for itself"],
+        ["1 GiB registered and pinned", *(f"`fork()`, {kind} pages" for kind in measured),
+         "the child has for itself"],
         *(
-            [peer, cell(row, "fork_us", milliseconds),
-             terminal.size(row["child_own_bytes"]["median"])]
-            for peer, row in found.items()
+            [peer, *(cell(found[peer], "fork_us", milliseconds) for found in measured.values()),
+             terminal.size(base[peer]["child_own_bytes"]["median"])]
+            for peer in base
         ),
     )  # fmt: skip
 

@@ -49,21 +49,19 @@ $(BIN)/python:
 		{ echo 'No C compiler ($(CC)); on Debian: apt install gcc' >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -e
-TESTING := '.[dev,test]'
-LINTING := '.[dev,test,lint]'
-VIRTUAL := '.[dev,test,vm]'
-DRAWING := '.[dev,test,bench,mpi]'
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
+EDITABLE := -e '.[dev,test]'
 REBUILD := $(BIN)/python setup.py -q build_ext --inplace
 
 # The first time, and when the metadata has changed, pip; else what has changed is rebuilt.
 $(BUILT): pyproject.toml setup.py $(SOURCES) $(HEADERS) $(MODULES) | $(BIN)/python
-	@$(if $(filter pyproject.toml setup.py,$?),$(INSTALL) $(TESTING),$(REBUILD))
+	@$(if $(filter pyproject.toml setup.py,$?),$(INSTALL) $(EDITABLE),$(REBUILD))
 	@touch $@
 
+# By the name of what is installed, what an extra asks for is added and nothing built again.
 $(GUESTS): pyproject.toml | $(BUILT)
-	@$(INSTALL) $(VIRTUAL)
-	@touch $(BUILT) $@
+	@$(INSTALL) 'rdmafork[vm]'
+	@touch $@
 
 ## ---- The engine alone: tests/c ------------------------------------------------------
 
@@ -121,8 +119,9 @@ MPIRUN := env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	$(BIN)/mpirun -n 2 --oversubscribe
 
 $(FIGURES): pyproject.toml Makefile | $(BUILT)
-	@$(INSTALL) $(DRAWING)
-	@touch $(BUILT) $@
+	@$(INSTALL) 'rdmafork[bench,mpi]'
+	@touch $@
+
 
 bench: $(BUILT) $(FIGURES)	## every benchmark in full, its JSON and its figures in benchmarks/results
 	@failed=0; for name in $(BENCHMARKS); do \
@@ -150,9 +149,9 @@ STUBLESS := 'rdmafork\.librdmafork' '.*\.__test__' '.*\.__(reduce|setstate)_cyth
 	'rdmafork\._(core\.Registration|verbs\.(ProtectionDomain|MemoryRegion))\.__init__'
 PYTHON_TREES = setup.py $(wildcard rdmafork tests benchmarks docs examples)
 
-$(LINTERS): pyproject.toml $(BUILT)
-	@$(INSTALL) $(LINTING)
-	@touch $(BUILT) $@
+$(LINTERS): pyproject.toml | $(BUILT)
+	@$(INSTALL) 'rdmafork[lint]'
+	@touch $@
 
 lint: $(LINTERS)	## every static check; changes nothing
 	$(BIN)/ruff check $(PYTHON_TREES)

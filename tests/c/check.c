@@ -67,9 +67,14 @@ unsigned int check_slowness(void)
 	return CHECK_SLOWNESS * machine_slowness();
 }
 
+static unsigned int stretched(unsigned int seconds)
+{
+	return seconds * (CHECK_SLOWNESS > 1 ? 4 : 1) * machine_slowness();
+}
+
 void check_alarm(unsigned int seconds)
 {
-	alarm(seconds * machine_slowness());
+	alarm(stretched(seconds));
 }
 
 unsigned long check_scale(unsigned long amount)
@@ -191,7 +196,7 @@ static int run_one(const struct check_scenario *scenario)
 		_exit(0);
 	}
 	setpgid(child, child);
-	status = wait_for(child, seconds * (CHECK_SLOWNESS > 1 ? 4 : 1) * machine_slowness());
+	status = wait_for(child, stretched(seconds));
 	/* What it has left behind. */
 	kill(-child, SIGKILL);
 	if (scenario->huge)

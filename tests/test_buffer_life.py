@@ -313,7 +313,7 @@ def traced_here(function, inject=None):
         command = ["strace", "-qq", "-o", str(log), "-p", str(threading.get_native_id())]
         command += ["-e", f"inject={inject}"] if inject else []
         tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while f"TracerPid:\t{tracer.pid}\n" not in status.read_text():
             if tracer.poll() is not None or time.monotonic() > until:
                 pytest.skip(f"strace cannot attach: {tracer.communicate()[1]}")

@@ -369,12 +369,13 @@ def test_ctrl_c_ends_it_and_its_workers(delay):
         start_new_session=True,
     )
     with process:
-        patience = time.monotonic() + 30  # before its first worker it is still being imported
+        patience = time.monotonic() + 120  # before its first worker it is still being imported
         while len(processes_with(marker)) < 2 and time.monotonic() < patience:
             time.sleep(0.005)
         time.sleep(delay)
         os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=120)
+    patience = time.monotonic() + 120
     assert (process.returncode, output, errors) == (128 + signal.SIGINT, b"", b"\n")
     while left := processes_with(marker):  # a worker in the middle of a fork ends after it
         assert time.monotonic() < patience, left

@@ -229,8 +229,8 @@ def test_an_interrupted_transfer_moves_nothing_later(device):
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with Pins(memory) as pins:
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(Interrupted):
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
                 pins.read_fixed(reading, address, 3)  # an empty pipe
             os.write(writing, b"xyz")
             time.sleep(0.05)

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import resource
+import socket  # noqa: F401 - by rdmafork, when Python's files may be out of reach
 from pathlib import Path
 
 import pytest

@@ -19,6 +19,7 @@ import fcntl
 import functools
 import importlib.util
 import inspect
+import marshal
 import mmap
 import os
 import pickle
@@ -105,9 +106,10 @@ def run(what, *args, env=None, preload=None, prefix=(), timeout=TIMEOUT):
         env["LD_PRELOAD"] = ":".join(map(str, paths))
     if callable(what):
         what = inspect.unwrap(what)
-        job = (str(Path(inspect.getfile(what)).resolve()), what.__qualname__)
+        path = str(Path(inspect.getfile(what)).resolve())
+        job = (path, compiled(path), what.__qualname__)
     else:
-        job = (None, what)
+        job = (None, None, what)
     with tempfile.TemporaryFile() as jobs, tempfile.TemporaryFile() as answers:
         pickle.dump((job, args), jobs)
         jobs.seek(0)
@@ -144,26 +146,37 @@ def run(what, *args, env=None, preload=None, prefix=(), timeout=TIMEOUT):
     raise value from RemoteTraceback(text)
 
 
-# Assertions are rewritten there too, for their messages.
 BOOT = """
 import sys
 sys.path[0] = sys.argv[1]  # not the working directory
+import light
+sys.modules["pytest"] = light
 import conftest
 conftest.serve(int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
-def load(path):
+@functools.cache
+def compiled(path):
     """The test module at path, with pytest's messages in its assertions."""
     from _pytest.assertion.rewrite import rewrite_asserts
 
     source = Path(path).read_bytes()
     tree = ast.parse(source, path)
     rewrite_asserts(tree, source, path)
+    for number, node in enumerate(tree.body):
+        if isinstance(node, ast.Import) and node.names[0].asname == "@pytest_ar":
+            node.names[0].name = "explanations"
+            place = {"lineno": node.lineno, "col_offset": 0}
+            tree.body[number] = ast.ImportFrom("light", node.names, 0, **place)
+    return marshal.dumps(compile(tree, path, "exec"))
+
+
+def load(path, code):
     name = Path(path).stem
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
     sys.modules[name] = module
-    exec(compile(tree, path, "exec"), module.__dict__)
+    exec(marshal.loads(code), module.__dict__)
     return module
 
 
@@ -182,14 +195,14 @@ def serve(jobs, answers):
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     with open(jobs, "rb") as file:
-        (path, name), args = pickle.load(file)
+        (path, code, name), args = pickle.load(file)
     serving = os.getpid()
     _room = leave_room()
     try:
         if path is None:
             value = execute(name, args)
         else:
-            function = functools.reduce(getattr, name.split("."), load(path))
+            function = functools.reduce(getattr, name.split("."), load(path, code))
             value = inspect.unwrap(function)(*args)
         answer = ("returned", value, None)
         packed = pickle.dumps(answer)

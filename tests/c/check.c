@@ -18,6 +18,7 @@ size_t check_page = 4096;
 static uint64_t seed, state;
 static const char *running = "";
 static int seed_printed;
+static const unsigned char *input, *input_end;
 
 /* One write(), so that what several processes say stays apart. */
 static void say(const char *what, const char *format, va_list arguments)
@@ -41,6 +42,8 @@ void check_failed(const char *file, int line, const char *what, const char *form
 	va_start(arguments, format);
 	say(where, format, arguments);
 	va_end(arguments);
+	if (input)
+		abort();
 	_exit(STATUS_FAILED);
 }
 
@@ -93,6 +96,29 @@ uint64_t check_random(void)
 	state ^= state << 25;
 	state ^= state >> 27;
 	return state * 0x2545f4914f6cdd1dull;
+}
+
+size_t check_below(size_t limit)
+{
+	size_t value = 0, most;
+
+	if (!input)
+		return (size_t)(check_random() % limit);
+	for (most = limit - 1; most && input < input_end; most >>= 8)
+		value = value << 8 | *input++;
+	return value % limit;
+}
+
+void check_play(const void *bytes, size_t nbytes)
+{
+	input = nbytes ? bytes : (const void *)"";
+	input_end = input + nbytes;
+	check_page = (size_t)sysconf(_SC_PAGESIZE);
+}
+
+bool check_played(void)
+{
+	return input == input_end;
 }
 
 /* ---- The pool of huge pages, which belongs to the whole machine ---- */
@@ -320,8 +346,13 @@ static void parse_line(char *line)
 	}
 }
 
-/* Nothing is allocated: that would change what is read. */
 void check_read_smaps(void)
+{
+	check_read_smaps_to(UINTPTR_MAX);
+}
+
+/* Nothing is allocated: that would change what is read. */
+void check_read_smaps_to(uintptr_t end)
 {
 	static char text[1 << 16];
 	size_t used = 0, at;
@@ -331,7 +362,8 @@ void check_read_smaps(void)
 
 	CHECK(fd >= 0, "%s", strerror(errno));
 	vma_count = 0;
-	while ((got = read(fd, text + used, sizeof(text) - 1 - used)) > 0) {
+	while ((!vma_count || vmas[vma_count - 1].start < end) &&
+	       (got = read(fd, text + used, sizeof(text) - 1 - used)) > 0) {
 		used += (size_t)got;
 		at = 0;
 		while ((newline = memchr(text + at, '\n', used - at))) {

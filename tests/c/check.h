@@ -72,10 +72,15 @@ void check_alarm(unsigned int seconds);
 
 /* Random numbers; the seed is printed when a scenario fails. */
 uint64_t check_random(void);
-static inline size_t check_below(size_t limit)
-{
-	return (size_t)(check_random() % limit);
-}
+/* A choice, from 0 to @limit - 1: at random, or what comes next in an input. */
+size_t check_below(size_t limit);
+
+/*
+ * From now on choices are those of an input, 0 where it has ended, and a failure ends by
+ * abort(), for a fuzzer to see.
+ */
+void check_play(const void *input, size_t nbytes);
+bool check_played(void);
 
 /* ---- Memory ---- */
 
@@ -96,8 +101,9 @@ char *check_map_huge(size_t pages, int sharing);
 #define CHECK_HUGETLB	8u
 #define CHECK_WF	16u	/* VmFlags: MADV_WIPEONFORK */
 
-/* Reads smaps, for the next two. */
+/* Reads smaps, for the next two; up to the first mapping from @end on. */
 void check_read_smaps(void);
+void check_read_smaps_to(uintptr_t end);
 unsigned int check_flags_read(const void *address);
 size_t check_vmas_read(void);
 

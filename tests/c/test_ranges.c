@@ -1,242 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* The step function against an array with one entry a page, which tells the truth. */
+/* The step function: against its model, and the memory it takes. */
 #include "check.h"
 #include "ranges.h"
+#include "ranges_model.h"
 
-#define PAGES 320
-#define LIVE 96
 #define BASE 0x10000000ul
 
-struct page {
-	uint32_t count;
-	bool mark;
-	uint8_t nature, flags;
-};
-
-struct interval {
-	size_t start, end;
-};
-
-static struct page pages[PAGES];
-static struct interval live[LIVE];
-static size_t live_count;
 static struct rf_ranges ranges;
-
-static uintptr_t address(size_t page)
-{
-	return BASE + page * 4096;
-}
-
-static bool present(const struct page *page)
-{
-	return page->count || page->mark;
-}
-
-static bool same(const struct page *left, const struct page *right)
-{
-	return left->count == right->count && left->mark == right->mark &&
-	       left->nature == right->nature && left->flags == right->flags;
-}
-
-/* The list says of every page what the model says, in as few ranges as can be. */
-static void compare(void)
-{
-	size_t at, next, runs = 0, marked = 0, count = 0;
-	struct rf_cursor cursor = { 0, 0 };
-	const struct rf_range *range = rf_ranges_at(&ranges, cursor);
-
-	for (at = 0; at < PAGES; at++) {
-		marked += pages[at].mark;
-		runs += pages[at].mark && (!at || !pages[at - 1].mark);
-	}
-	for (at = 0; at < PAGES; at = next) {
-		next = at + 1;
-		if (!present(&pages[at]))
-			continue;
-		while (next < PAGES && present(&pages[next]) && same(&pages[at], &pages[next]))
-			next++;
-		CHECK(range, "page %zu is missing", at);
-		CHECK(range->start == address(at) && range->end == address(next),
-		      "pages %zu to %zu: [%lu, %lu)", at, next, (range->start - BASE) / 4096,
-		      (range->end - BASE) / 4096);
-		CHECK(range->count == pages[at].count, "page %zu", at);
-		CHECK(range->mark == pages[at].mark, "page %zu", at);
-		CHECK(range->nature == pages[at].nature, "page %zu: %d, not %d", at, range->nature,
-		      pages[at].nature);
-		CHECK(range->flags == pages[at].flags, "page %zu: %d, not %d", at, range->flags,
-		      pages[at].flags);
-		CHECK(rf_ranges_find(&ranges, address(at)) == range);
-		CHECK(rf_ranges_find(&ranges, address(next) - 1) == range);
-		range = rf_ranges_next(&ranges, &cursor);
-		count++;
-	}
-	CHECK(!range, "a range too many");
-	CHECK(ranges.count == count && rf_ranges_runs(&ranges) == runs);
-	CHECK(ranges.marked_bytes == marked * 4096);
-}
-
-static void tidy(size_t start, size_t end)
-{
-	size_t at;
-
-	rf_ranges_tidy(&ranges, address(start), address(end));
-	for (at = start; at < end; at++)
-		if (!present(&pages[at]))
-			memset(&pages[at], 0, sizeof(pages[at]));
-}
-
-static size_t plans_made, plans_wanted;
-
-/* What a plan marks, or unmarks, is just what changes its mark. */
-static void check_planned(const struct rf_plan *plan, size_t start, size_t end,
-			  bool (*changes)(const struct page *))
-{
-	size_t at;
-
-	for (at = start; at < end; at++)
-		CHECK(changes(&pages[at]) ==
-			      (plan->start <= address(at) && address(at) < plan->end),
-		      "page %zu of [%zu, %zu)", at, start, end);
-	CHECK(plan->start == plan->end ||
-	      (plan->start >= address(start) && plan->end <= address(end)));
-	plans_made++;
-}
-
-static bool is_unmarked(const struct page *page)
-{
-	return !page->mark;
-}
-
-static bool is_last_marked(const struct page *page)
-{
-	return page->mark && page->count == 1;
-}
-
-static bool never(const struct page *page)
-{
-	(void)page;
-	return false;
-}
-
-static bool add_planned(size_t start, size_t end, uint8_t flags)
-{
-	bool mark = check_below(2);
-	struct rf_plan plan;
-	struct page *page;
-
-	plans_wanted++;
-	if (!rf_ranges_plan_add(&ranges, rf_ranges_seek(&ranges, address(start)), address(start),
-				address(end), mark, flags, &plan))
-		return false;
-	check_planned(&plan, start, end, mark ? is_unmarked : never);
-	rf_ranges_commit(&ranges, &plan);
-	for (page = pages + start; page < pages + end; page++) {
-		CHECK(!page->count || !((page->flags | flags) & RF_RANGE_DOUBT));
-		CHECK(!(page->flags & RF_RANGE_RETRY) && (page->count || !page->mark));
-		page->count++;
-		page->flags |= page->mark ? 0 : flags;
-		page->mark |= mark;
-	}
-	return true;
-}
-
-static bool sub_planned(size_t start, size_t end)
-{
-	struct rf_plan plan;
-	struct page *page;
-
-	plans_wanted++;
-	if (!rf_ranges_plan_sub(&ranges, address(start), address(end), &plan))
-		return false;
-	check_planned(&plan, start, end, is_last_marked);
-	rf_ranges_commit(&ranges, &plan);
-	for (page = pages + start; page < pages + end; page++) {
-		CHECK(page->count == 1 || !(page->flags & RF_RANGE_DOUBT));
-		CHECK(!(page->flags & RF_RANGE_RETRY));
-		if (!--page->count)
-			memset(page, 0, sizeof(*page));
-	}
-	return true;
-}
-
-static void add(size_t start, size_t end, uint8_t flags)
-{
-	struct page *page;
-
-	CHECK(rf_ranges_reserve(&ranges, (uint32_t)live_count + 1) == 0);
-	live[live_count++] = (struct interval){ start, end };
-	if (check_below(2) && add_planned(start, end, flags))
-		return;
-	rf_ranges_add(&ranges, address(start), address(end), flags);
-	for (page = pages + start; page < pages + end; page++) {
-		if (!page->count && page->mark) {
-			page->flags = RF_RANGE_DOUBT;
-			page->nature = RF_NATURE_UNASKED;
-		}
-		page->count++;
-		page->flags |= flags;
-		/* Mapped anew, perhaps: whoever registers here now cannot rely on what it was. */
-		if (page->flags & RF_RANGE_DOUBT)
-			page->nature = RF_NATURE_UNASKED;
-	}
-	tidy(start, end);
-}
-
-static void sub(size_t which)
-{
-	struct interval old = live[which];
-	struct page *page;
-
-	live[which] = live[--live_count];
-	if (check_below(2) && sub_planned(old.start, old.end))
-		return;
-	rf_ranges_sub(&ranges, address(old.start), address(old.end));
-	for (page = pages + old.start; page < pages + old.end; page++) {
-		page->count--;
-		if (!page->count)
-			page->flags &= (uint8_t)~(RF_RANGE_DOUBT | RF_RANGE_DUE);
-	}
-	tidy(old.start, old.end);
-}
-
-static void set(size_t start, size_t end)
-{
-	static const uint8_t some[] = { RF_RANGE_DOUBT, RF_RANGE_DUE, RF_RANGE_RETRY,
-					RF_RANGE_DUE | RF_RANGE_RETRY };
-	uint8_t flags = some[check_below(4)], clear = some[check_below(4)];
-	uint8_t value = (uint8_t)check_below(3);
-	size_t what = check_below(4), at;
-
-	while (start < end && !present(&pages[start]))
-		start++;
-	if (start == end)
-		return;
-	for (at = start; what == 0 && at < end; at++)
-		if (!present(&pages[at]))
-			end = at;
-	CHECK(rf_ranges_reserve(&ranges, (uint32_t)live_count) == 0);
-	if (what != 1) {
-		rf_ranges_cut(&ranges, address(start));
-		rf_ranges_cut(&ranges, address(end));
-	}
-	if (what == 0)
-		rf_ranges_set_mark(&ranges, address(start), address(end), value & 1);
-	else if (what == 1)
-		rf_ranges_set_nature(&ranges, address(start), address(end), value);
-	else if (what == 2)
-		rf_ranges_set_flags(&ranges, address(start), address(end), flags, clear);
-	for (at = start; at < end; at++) {
-		if (!present(&pages[at]))
-			continue;
-		if (what == 0)
-			pages[at].mark = value & 1;
-		else if (what == 1)
-			pages[at].nature = value;
-		else if (what == 2)
-			pages[at].flags = (uint8_t)((pages[at].flags | flags) & ~clear);
-	}
-	tidy(start, end);
-}
 
 /* Where the next registration goes. */
 typedef struct interval shape(unsigned long nth);
@@ -251,7 +21,7 @@ static struct interval dense(unsigned long nth)
 
 static struct interval isolated(unsigned long nth)
 {
-	size_t start = 2 * check_below(PAGES / 2);
+	size_t start = 2 * check_below(MODEL_PAGES / 2);
 
 	(void)nth;
 	return (struct interval){ start, start + 1 };
@@ -259,7 +29,7 @@ static struct interval isolated(unsigned long nth)
 
 static struct interval ascending(unsigned long nth)
 {
-	size_t start = 3 * nth % (PAGES - 4);
+	size_t start = 3 * nth % (MODEL_PAGES - 4);
 
 	return (struct interval){ start, start + 2 };
 }
@@ -268,12 +38,12 @@ static struct interval descending(unsigned long nth)
 {
 	struct interval up = ascending(nth);
 
-	return (struct interval){ PAGES - up.end, PAGES - up.start };
+	return (struct interval){ MODEL_PAGES - up.end, MODEL_PAGES - up.start };
 }
 
 static struct interval anywhere(unsigned long nth)
 {
-	size_t start = check_below(PAGES), end = start + 1 + check_below(PAGES - start);
+	size_t start = check_below(MODEL_PAGES), end = start + 1 + check_below(MODEL_PAGES - start);
 
 	(void)nth;
 	return (struct interval){ start, end };
@@ -282,10 +52,10 @@ static struct interval anywhere(unsigned long nth)
 /* All of it, and what an allocator hands out of it, one piece beside another. */
 static struct interval arena(unsigned long nth)
 {
-	size_t size = (size_t)1 << check_below(6), start = size * check_below(PAGES / size);
+	size_t size = (size_t)1 << check_below(6), start = size * check_below(MODEL_PAGES / size);
 
 	if (nth % 64 == 0)
-		return (struct interval){ 0, PAGES };
+		return (struct interval){ 0, MODEL_PAGES };
 	return (struct interval){ start, start + size };
 }
 
@@ -293,40 +63,13 @@ static void run_shape(shape *next)
 {
 	unsigned long op, ops = check_scale(60000);
 
-	rf_ranges_init(&ranges);
+	model_begin();
 	for (op = 0; op < ops; op++) {
-		size_t choice = check_below(10);
-
-		if (live_count == LIVE || (choice < 3 && live_count)) {
-			sub(check_below(live_count));
-		} else if (choice < 7) {
-			struct interval new = next(op);
-
-			add(new.start, new.end, check_below(3) ? 0 : RF_RANGE_DOUBT);
-		} else {
-			size_t start = check_below(PAGES);
-
-			set(start, start + 1 + check_below(PAGES - start));
-		}
-		rf_ranges_check(&ranges);
+		model_step(next(op));
 		if (op % 8 == 0)
-			compare();
+			model_compare();
 	}
-	fprintf(stderr, "plans: %zu of %zu\n", plans_made, plans_wanted);
-	while (live_count)
-		sub(live_count - 1);
-	for (op = 0; op < PAGES; op++) {
-		if (!pages[op].mark)
-			continue;
-		pages[op].mark = false;
-		rf_ranges_cut(&ranges, address(op));
-		rf_ranges_cut(&ranges, address(op + 1));
-		rf_ranges_set_mark(&ranges, address(op), address(op + 1), false);
-	}
-	tidy(0, PAGES);
-	rf_ranges_check(&ranges);
-	compare();
-	CHECK(!ranges.count && ranges.leaf_count == 1 && !ranges.retries);
+	model_end();
 }
 
 static void dense_overlaps_agree(void)

@@ -1,0 +1,26 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * The step function of ranges.h against an array with one entry a page, which tells the
+ * truth. What is done is chosen by check_below(): at random, or by the bytes of an input.
+ */
+#ifndef RANGES_MODEL_H
+#define RANGES_MODEL_H
+
+#include <stddef.h>
+
+#define MODEL_PAGES 320
+#define MODEL_LIVE 96
+
+struct interval {
+	size_t start, end;	/* pages */
+};
+
+void model_begin(void);
+/* One operation on both; if it is a registration, of @next. */
+void model_step(struct interval next);
+/* The list says of every page what the model says, in as few ranges as can be. */
+void model_compare(void);
+/* Take all away: nothing is left. */
+void model_end(void);
+
+#endif

@@ -14,10 +14,12 @@ SOURCES := $(wildcard csrc/*.c)
 HEADERS := $(wildcard csrc/*.h csrc/*.map)
 MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
 CTESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
+FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
+SECONDS := 60
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build test test-vm ctest asan tsan bench bench-vm bench-check lint format clean
+.PHONY: help demo build test test-vm ctest asan tsan fuzz bench bench-vm bench-check lint format clean
 .DELETE_ON_ERROR:
 
 help:	## print the targets (the default)
@@ -66,10 +68,15 @@ $(GUESTS): pyproject.toml | $(BUILT)
 ## ---- The engine alone: tests/c ------------------------------------------------------
 
 CSHARED := $(filter-out tests/c/test_%,$(wildcard tests/c/*.c))
-CTEST_CFLAGS := -std=gnu11 -g -DRF_TESTING -Icsrc -Itests/c -pthread -MMD -MP \
+CTEST_CFLAGS := -std=gnu11 -g -DRF_TESTING -Icsrc -Itests/c -Itests/fuzz -pthread -MMD -MP \
 	-Wall -Wextra -Wshadow -Werror=implicit-function-declaration
+, := ,
 # ThreadSanitizer cannot place its shadow where the kernel randomises too much.
 FIXED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+# What fuzz_proc has to say in place of the kernel.
+PROC_LDFLAGS := $(addprefix -Wl$(,)--wrap=,rf_sys_open rf_sys_read rf_sys_close rf_sys_map_over \
+	socket setsockopt send recv)
 
 debug_CFLAGS := -O1 -UNDEBUG
 release_CFLAGS := -O2 -DNDEBUG
@@ -92,9 +99,15 @@ build/ctest/$(1)/%.o: %.c Makefile
 build/ctest/$(1)/test_%: build/ctest/$(1)/tests/c/test_%.o $$($(1)_OBJECTS)
 	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$(LDFLAGS) -ldl -o $$@
 
+build/ctest/$(1)/fuzz_proc: private LDFLAGS += $$(PROC_LDFLAGS)
+# What fuzzing has found, or is to begin with, played again.
+build/ctest/$(1)/fuzz_%: build/ctest/$(1)/tests/fuzz/fuzz_%.o \
+		build/ctest/$(1)/tests/fuzz/replay.o $$($(1)_OBJECTS)
+	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$(LDFLAGS) -ldl -o $$@
+
 .PHONY: ctest-$(1)
 .PRECIOUS: build/ctest/$(1)/%.o
-ctest-$(1): $(CTESTS:%=build/ctest/$(1)/%)
+ctest-$(1): $$(patsubst %,build/ctest/$(1)/%,$$(CTESTS) $$(FUZZERS))
 	@test -n '$$^' || { echo 'no tests/c/test_*.c' >&2; exit 1; }
 	@failed=0; for program in $$^; do \
 		if $$($(1)_RUN) timeout 600 $$$$program >$$$$program.log 2>&1; \
@@ -102,6 +115,7 @@ ctest-$(1): $(CTESTS:%=build/ctest/$(1)/%)
 		else echo "FAILED  $(1)	$$$${program##*/} ($$$$?)"; cat $$$$program.log; failed=1; fi; \
 	done; exit $$$$failed
 -include $$($(1)_OBJECTS:.o=.d) $(CTESTS:%=build/ctest/$(1)/tests/c/%.d)
+-include $(FUZZERS:%=build/ctest/$(1)/tests/fuzz/%.d) build/ctest/$(1)/tests/fuzz/replay.d
 endef
 
 $(foreach name,debug release asan tsan,$(eval $(call variant,$(name))))
@@ -109,6 +123,38 @@ $(foreach name,debug release asan tsan,$(eval $(call variant,$(name))))
 ctest: ctest-debug ctest-release	## the engine's own tests, with asserts and with the release flags
 asan: ctest-asan	## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 tsan: ctest-tsan	## the same under ThreadSanitizer
+
+## ---- Fuzzing: tests/fuzz -------------------------------------------------------------
+
+FUZZ_CC := clang
+FUZZ_CFLAGS := -O1 -UNDEBUG -fno-omit-frame-pointer -fsanitize=address,undefined \
+	-fno-sanitize-recover=all
+FUZZ_OBJECTS := $(patsubst %.c,build/fuzz/%.o,$(SOURCES) $(CSHARED))
+
+# New is what is new in the engine, not in what tests it.
+build/fuzz/csrc/%.o: FUZZ_CFLAGS += -fsanitize=fuzzer-no-link
+build/fuzz/%.o: %.c Makefile
+	@mkdir -p $(@D)
+	@$(FUZZ_CC) $(CTEST_CFLAGS) $(FUZZ_CFLAGS) -c $< -o $@
+
+build/fuzz/fuzz_proc: private LDFLAGS += $(PROC_LDFLAGS)
+build/fuzz/fuzz_%: build/fuzz/tests/fuzz/fuzz_%.o $(FUZZ_OBJECTS)
+	@$(FUZZ_CC) $(CTEST_CFLAGS) $(FUZZ_CFLAGS) -fsanitize=fuzzer $^ $(LDFLAGS) -ldl -o $@
+
+.PRECIOUS: build/fuzz/%.o
+-include $(FUZZ_OBJECTS:.o=.d) $(FUZZERS:%=build/fuzz/tests/fuzz/%.d)
+
+# What was found before comes first; what is new stays in build/fuzz/corpus for the next run.
+fuzz: $(FUZZERS:%=build/fuzz/%)	## $(SECONDS) seconds of each fuzzer, on clang's libFuzzer
+	@failed=0; for program in $^; do name=$${program##*/}; \
+		mkdir -p build/fuzz/corpus/$$name; \
+		if $(asan_RUN) $$program -max_total_time=$(SECONDS) -timeout=60 -max_len=4096 \
+			-artifact_prefix=build/fuzz/$$name- -print_final_stats=1 \
+			build/fuzz/corpus/$$name tests/fuzz/corpus/$$name >$$program.log 2>&1; \
+		then echo "ok      $$name	$$(grep -o 'cov: [0-9]*' $$program.log | tail -n 1)," \
+			"$$(sed -n 's/stat::number_of_executed_units: *//p' $$program.log) inputs"; \
+		else echo "FAILED  $$name"; tail -n 60 $$program.log; failed=1; fi; \
+	done; exit $$failed
 
 ## ---- What it costs ------------------------------------------------------------------
 
@@ -143,7 +189,7 @@ bench-check: $(BUILT)	## does what is claimed of the costs hold on this machine?
 
 # Trailing comments and macros' values may be aligned by hand: only what is left of them counts.
 TIGHT := sed -E 's/([^ \t])[ \t]+/\1 /g'
-CFORMATTED = $(wildcard csrc/*.[ch] tests/c/*.[ch])
+CFORMATTED = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/fuzz/*.[ch])
 # Not a Python module; what Cython adds by itself.
 STUBLESS := 'rdmafork\.librdmafork' '.*\.__test__' '.*\.__(reduce|setstate)_cython__' '.*\.__pyx_capi__' \
 	'rdmafork\._(core\.Registration|verbs\.(ProtectionDomain|MemoryRegion))\.__init__'

@@ -1,0 +1,720 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * The engine as an input says: registrations of all policies, held or not, of memory that
+ * is mapped, unmapped and moved meanwhile; forks, and registrations in the middle of them;
+ * system calls that fail. Against the rules of tests/model.py for base pages:
+ *
+ *  - A page is absent from a child, or zeros, where a registration in force takes it: one
+ *    that fills it or, with whole pages, one that touches it.
+ *  - It is present where none does, and where it is shared memory, from a fork on.
+ *  - What was mapped or moved there after it was registered may be either.
+ *
+ * The kernel says by smaps which it is, and a child by what it can read.
+ *
+ *	TRACE=1 fuzz_engine FILE	tells what is done
+ */
+#define _GNU_SOURCE /* mremap() */
+#include "check.h"
+#include "engine.h"
+#include "fuzz.h"
+#include "kernel.h"
+
+#include <stdarg.h>
+#include <sys/uio.h>
+
+#define PAGES 24
+#define LIVE 12
+/*
+ * So low that its mappings are the first that smaps tells of. More of them follow, for a
+ * reader that goes on to the end of its buffer not to come to a sanitizer's.
+ */
+#define ARENA ((uintptr_t)0x200000)
+#define FOLLOWING 16
+#define PAGE ((uintptr_t)4096)
+
+enum verdict {
+	ABSENT,
+	PRESENT,
+	EITHER,
+};
+
+struct page {
+	bool mapped, shared;
+	bool moved;		/* here by mremap(), registered where it came from */
+	bool doubted;		/* somebody who does not hold it wished to register it */
+	unsigned char tag;	/* what it is full of */
+	unsigned int born;
+};
+
+struct registration {
+	uintptr_t start, end;
+	bool held, in_window;
+	bool left;		/* a fork may have left it to the kernel, for good */
+	enum rf_policy policy;
+	unsigned int made;
+	uintptr_t first, last;	/* pages it touched when it was made */
+	struct rf_handle handle;
+};
+
+static struct page pages[PAGES];
+static struct registration live[LIVE];
+static size_t live_count;
+static unsigned int now, forked;
+static bool lazy, whole, trusted, tight;
+static bool window;		/* a fork is under way */
+static bool lingering;		/* a call failed: marks may wait for the next fork to take them */
+static bool shaken;		/* one failed in a fork: what was due may wait for the next */
+static bool ever_split, ever_renewed;
+static struct rf_handle stale;
+
+static void tell(const char *format, ...)
+{
+	va_list arguments;
+
+	if (!getenv("TRACE"))
+		return;
+	va_start(arguments, format);
+	vfprintf(stderr, format, arguments);
+	va_end(arguments);
+}
+
+/* ---- The fork handlers, which can be run without a fork ---- */
+
+static struct {
+	void (*prepare)(void), (*parent)(void);
+} handlers;
+
+int __register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),
+		      void *object);
+
+/* In place of libc's. */
+int pthread_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void))
+{
+	handlers.prepare = prepare;
+	handlers.parent = parent;
+	return __register_atfork(prepare, parent, child, NULL);
+}
+
+/* ---- What is true ---- */
+
+static uintptr_t address(size_t page)
+{
+	return ARENA + page * PAGE;
+}
+
+static uintptr_t down(uintptr_t at)
+{
+	return at & ~(PAGE - 1);
+}
+
+static uintptr_t up(uintptr_t at)
+{
+	return down(at + PAGE - 1);
+}
+
+/* Is one, or with @all each, page that [@start, @end) touches mapped, and shared if @shared? */
+static bool are(uintptr_t start, uintptr_t end, bool shared, bool all)
+{
+	uintptr_t at;
+
+	for (at = down(start); at < end; at += PAGE) {
+		size_t page = (at - ARENA) / PAGE;
+		bool is = page < PAGES && pages[page].mapped && (!shared || pages[page].shared);
+
+		if (is != all)
+			return !all;
+	}
+	return all;
+}
+
+static bool touches(const struct registration *registration, size_t page)
+{
+	return registration->start < registration->end && registration->start < address(page + 1) &&
+	       address(page) < registration->end;
+}
+
+static bool takes(const struct registration *registration, size_t page)
+{
+	if (whole)
+		return touches(registration, page);
+	return registration->start <= address(page) && address(page + 1) <= registration->end;
+}
+
+/* It speaks of what was mapped there before. */
+static bool is_stale_near(const struct registration *registration, size_t page)
+{
+	return registration->policy != RF_KEEP && registration->made < pages[page].born &&
+	       registration->first < address(page + 1) && address(page) < registration->last;
+}
+
+static bool is_certain(size_t page)
+{
+	size_t i;
+
+	if (pages[page].moved)
+		return false;
+	for (i = 0; i < live_count; i++)
+		if (is_stale_near(&live[i], page))
+			return false;
+	return true;
+}
+
+static bool is_in_force(const struct registration *registration)
+{
+	return !lazy || !registration->held || registration->policy == RF_WIPE ||
+	       registration->in_window || registration->made < forked;
+}
+
+/* Where the kernel copies it may be left to that. */
+static bool may_be_left(const struct registration *registration)
+{
+	if (registration->policy == RF_WIPE || (!trusted && !lazy))
+		return false;
+	return tight || shaken || registration->left;
+}
+
+/* Of the mark for @policy. @now_forked: a fork has just been prepared. */
+static enum verdict judge(size_t page, enum rf_policy policy, bool now_forked)
+{
+	enum verdict verdict = is_certain(page) && !lingering ? PRESENT : EITHER;
+	size_t i;
+
+	if (pages[page].shared) {
+		if (policy == RF_OMIT && (!now_forked || shaken))
+			return EITHER;
+		return pages[page].moved || lingering ? EITHER : PRESENT;
+	}
+	for (i = 0; i < live_count; i++) {
+		if (live[i].policy != policy || live[i].made < pages[page].born ||
+		    !takes(&live[i], page) || !is_in_force(&live[i]))
+			continue;
+		if (!may_be_left(&live[i]))
+			return ABSENT;
+		verdict = EITHER;
+	}
+	return verdict;
+}
+
+/* ---- Against the kernel ---- */
+
+static void check_page_flags(size_t page, unsigned int flags, bool now_forked)
+{
+	enum verdict omit = judge(page, RF_OMIT, now_forked);
+	enum verdict wipe = judge(page, RF_WIPE, now_forked);
+
+	CHECK(!!(flags & CHECK_MAPPED) == pages[page].mapped, "page %zu", page);
+	if (!pages[page].mapped)
+		return;
+	CHECK(omit == EITHER || !!(flags & CHECK_DC) == (omit == ABSENT),
+	      "page %zu is to be %s, forked %d", page, omit == ABSENT ? "absent" : "present",
+	      now_forked);
+	CHECK(wipe == EITHER || !!(flags & CHECK_WF) == (wipe == ABSENT),
+	      "page %zu is to be %s", page, wipe == ABSENT ? "zeros" : "present");
+}
+
+static void check_pages(bool now_forked)
+{
+	size_t page, omitted = 0, wiped = 0;
+	bool certain = true;
+
+	check_sound();
+	check_read_smaps_to(address(PAGES));
+	for (page = 0; page < PAGES; page++) {
+		unsigned int flags = check_flags_read((void *)address(page));
+
+		check_page_flags(page, flags, now_forked);
+		certain &= is_certain(page) && (pages[page].mapped || !live_count);
+		omitted += !!(flags & CHECK_DC);
+		wiped += !!(flags & CHECK_WF);
+	}
+	if (!now_forked || !certain || lingering || shaken || (tight && ever_renewed))
+		return;
+	CHECK(rf_engine.advisor.ranges.marked_bytes == omitted * PAGE);
+	CHECK(rf_engine.wiper.ranges.marked_bytes == wiped * PAGE);
+	CHECK(!rf_engine.advisor.ranges.retries && !rf_engine.wiper.ranges.retries);
+}
+
+/* Nothing is said to be protected that is not. */
+static void check_list(void)
+{
+	struct rf_range_info list[2 * PAGES + 4 * LIVE];
+	ssize_t count = rf_list(list, COUNT_OF(list)), i;
+	struct rf_stats stats;
+	uintptr_t at, before = 0;
+
+	tell("list: %zd\n", count);
+	CHECK(count >= 0 && count <= (ssize_t)COUNT_OF(list));
+	CHECK(rf_stats(&stats) == 0 && stats.registrations == live_count);
+	/* Shared memory among what is marked makes two runs of one, and a wish that must hold. */
+	CHECK(ever_split || !trusted || stats.vmas <= stats.vma_budget);
+	check_read_smaps_to(address(PAGES));
+	for (i = 0; i < count; i++) {
+		CHECK(before <= list[i].start && list[i].start < list[i].end);
+		before = list[i].end;
+		for (at = list[i].start; at < list[i].end; at += PAGE) {
+			size_t page = (at - ARENA) / PAGE;
+			unsigned int flags = check_flags_read((void *)at);
+
+			if (page >= PAGES || !pages[page].mapped || !is_certain(page) ||
+			    (tight && ever_renewed))
+				continue;
+			/* What waits to be unmarked counts as marked. */
+			if (list[i].protection == RF_BY_ADVICE && !lingering)
+				CHECK(flags & (CHECK_DC | CHECK_WF), "page %zu", page);
+			if (list[i].protection == RF_BY_SHARING)
+				CHECK(pages[page].shared, "page %zu", page);
+		}
+	}
+}
+
+/* ---- Against a child ---- */
+
+/* Did a registration take the byte at @at away? */
+static bool is_taken(uintptr_t at)
+{
+	size_t i;
+
+	for (i = 0; i < live_count; i++)
+		if (live[i].policy != RF_KEEP && live[i].start <= at && at < live[i].end)
+			return true;
+	return false;
+}
+
+static void check_inherited(size_t page)
+{
+	enum verdict omit = judge(page, RF_OMIT, true), wipe = judge(page, RF_WIPE, true);
+	static unsigned char found[4096];
+	const struct iovec to = { found, PAGE }, from = { (void *)address(page), PAGE };
+	bool there, back = false;
+	uintptr_t at;
+
+	if (!pages[page].mapped || omit == EITHER || wipe == EITHER || !is_certain(page))
+		return;
+	there = process_vm_readv(getpid(), &to, 1, &from, 1, 0) == (ssize_t)PAGE;
+	for (at = address(page); whole && at < address(page + 1); at++)
+		back |= !is_taken(at);
+	CHECK(there == (omit == PRESENT || back), "page %zu", page);
+	for (at = 0; there && at < PAGE; at++) {
+		bool gone = (omit == ABSENT || wipe == ABSENT) &&
+			    (!whole || is_taken(address(page) + at));
+
+		CHECK(found[at] == (gone ? 0 : pages[page].tag), "page %zu, byte %zu: %d", page,
+		      (size_t)at, found[at]);
+	}
+}
+
+static void check_child(void)
+{
+	struct rf_error error;
+	struct rf_handle handle;
+	size_t page;
+
+	for (page = 0; !shaken && page < PAGES; page++)
+		check_inherited(page);
+	if (live_count)
+		CHECK(rf_release(live[0].handle, 0) == -ECHILD);
+	check_empty();
+	for (page = 0; page < PAGES && !(pages[page].shared && is_certain(page)); page++)
+		;
+	if (page < PAGES && !shaken) {
+		CHECK(rf_register((void *)address(page), PAGE, 0, RF_OMIT, &handle, &error) == 1);
+		CHECK(rf_release(handle, 0) == 0);
+		check_empty();
+	}
+	_exit(0);
+}
+
+/* ---- Operations ---- */
+
+/* The next calls of the kernel's go well but one, perhaps. */
+static unsigned long arm(bool failing)
+{
+	static const int errors[] = { ENOMEM, EAGAIN, EINVAL, EPERM, EACCES, EMFILE, EFAULT };
+
+	if (failing) {
+		unsigned long nth = 1 + check_below(12);
+		int error = errors[check_below(COUNT_OF(errors))];
+
+		tell("call %lu fails: %s\n", nth, strerror(error));
+		rf_sys_fail(nth, error);
+	}
+	return rf_sys_faults();
+}
+
+static bool disarm(unsigned long before)
+{
+	rf_sys_fail(0, 0);
+	return rf_sys_faults() != before;
+}
+
+static bool is_held(uintptr_t start, uintptr_t end)
+{
+	size_t i;
+
+	for (i = 0; i < live_count; i++)
+		if (live[i].held && live[i].start < end && start < live[i].end)
+			return true;
+	return false;
+}
+
+static void choose_bytes(uintptr_t *start, uintptr_t *end)
+{
+	size_t page = check_below(PAGES), shape = check_below(8);
+
+	*start = address(page);
+	*end = *start + (1 + check_below(8)) * PAGE;
+	if (*end > address(PAGES))
+		*end = address(PAGES);
+	if (shape == 3 || shape == 5)
+		*start += check_below(PAGE);
+	if (shape == 4 || shape == 5)
+		*end -= check_below(PAGE);
+	if (shape == 6) {
+		*start += check_below(PAGE);
+		*end = *start + check_below(200);
+	}
+	if (*end < *start || *end > address(PAGES))
+		*end = *start;
+}
+
+/* Must the engine refuse it? */
+static bool is_refusable(const struct registration *new)
+{
+	uintptr_t start = whole ? down(new->start) : up(new->start);
+	uintptr_t end = whole ? up(new->end) : down(new->end);
+
+	if (new->start == new->end)
+		return false;
+	if (new->policy == RF_KEEP)
+		return !trusted && !are(new->start, new->end, true, true);
+	if (start >= end)
+		return false;
+	if (new->policy == RF_WIPE)
+		return !are(start, end, false, true) || are(start, end, true, false);
+	return !(lazy && new->held && !window) && !are(start, end, false, true);
+}
+
+static void op_register(bool failing)
+{
+	static const uint8_t policies[] = { RF_OMIT, RF_OMIT, RF_OMIT, RF_OMIT, RF_OMIT, RF_OMIT,
+					    RF_OMIT, RF_OMIT, RF_WIPE, RF_WIPE, RF_WIPE, RF_WIPE,
+					    RF_WIPE, RF_WIPE, RF_KEEP, RF_KEEP };
+	struct registration new = { .policy = RF_OMIT, .in_window = window };
+	unsigned int flags = 0;
+	struct rf_error error;
+	unsigned long before;
+	bool refusable, faulted;
+	size_t page;
+	int rc;
+
+	choose_bytes(&new.start, &new.end);
+	new.policy = policies[check_below(COUNT_OF(policies))];
+	new.held = check_below(2) && are(new.start, new.end, false, true);
+	flags = (new.held ? RF_HELD : 0) | (check_below(8) ? 0 : RF_NOWAIT);
+	if (live_count == LIVE)
+		return;
+	for (page = 0; page < PAGES && !new.held; page++)
+		pages[page].doubted |= touches(&new, page);
+	refusable = is_refusable(&new);
+	before = arm(failing);
+	rc = rf_register((void *)new.start, new.end - new.start, flags, new.policy, &new.handle,
+			 &error);
+	faulted = disarm(before);
+	tell("register [%lx, %lx) policy %d%s%s: %d, cause %d\n", new.start, new.end, new.policy,
+	     new.held ? " held" : "", faulted ? " failed" : "", rc, error.cause);
+	lingering |= faulted;
+	if (flags & RF_NOWAIT && rc == -EAGAIN)
+		return;
+	if (rc < 0) {
+		/* No room for another mark, where there must be one. */
+		CHECK(refusable || faulted || (tight && (!trusted || new.policy == RF_WIPE)),
+		      "[%lx, %lx): %d, cause %d", new.start, new.end, rc, error.cause);
+		return;
+	}
+	CHECK(rc == 1);
+	/* No room for another mark: nothing is asked of the kernel. */
+	CHECK(!refusable || (tight && trusted && new.policy == RF_OMIT), "[%lx, %lx)", new.start,
+	      new.end);
+	CHECK(rf_handle_state(new.handle) == 1);
+	/* The kernel copies it, in the fork under way. */
+	new.in_window &= !faulted;
+	new.made = ++now;
+	new.first = down(new.start);
+	new.last = new.start < new.end ? up(new.end) : new.first;
+	live[live_count++] = new;
+	ever_split |= new.policy == RF_WIPE;
+}
+
+static void op_release(bool failing)
+{
+	struct rf_handle handle;
+	unsigned long before;
+	size_t which;
+	int rc;
+
+	if (!live_count)
+		return;
+	which = check_below(live_count);
+	handle = live[which].handle;
+	if (!check_below(8)) {
+		rc = rf_release(handle, RF_NOWAIT);
+		CHECK(rc == 0 || rc == -EAGAIN);
+	} else {
+		before = arm(failing);
+		rc = rf_release(handle, 0);
+		lingering |= disarm(before);
+		CHECK(rc == 0, "%d", rc);
+	}
+	tell("release [%lx, %lx)%s: %d\n", live[which].start, live[which].end,
+	     lingering ? " failed" : "", rc);
+	if (rc < 0)
+		return;
+	stale = handle;
+	live[which] = live[--live_count];
+	CHECK(rf_release(stale, 0) == -ESTALE && rf_handle_state(stale) == -ESTALE);
+}
+
+static void fill(size_t page)
+{
+	static unsigned char tag;
+
+	tag += 1 + (tag == 255);
+	pages[page].tag = tag;
+	memset((void *)address(page), tag, PAGE);
+}
+
+static void map(size_t first, size_t count, bool shared)
+{
+	size_t page;
+
+	tell("map [%lx, %lx)%s\n", address(first), address(first + count), shared ? " shared" : "");
+	CHECK(mmap((void *)address(first), count * PAGE, PROT_READ | PROT_WRITE,
+		   (shared ? MAP_SHARED : MAP_PRIVATE) | MAP_ANONYMOUS | MAP_FIXED, -1,
+		   0) == (void *)address(first));
+	now++;
+	ever_split |= shared;
+	ever_renewed |= now > 1;
+	for (page = first; page < first + count; page++) {
+		pages[page] = (struct page){
+			.mapped = true,
+			.shared = shared,
+			.born = now,
+			.doubted = pages[page].doubted,
+		};
+		fill(page);
+	}
+}
+
+static void op_map(bool mapping)
+{
+	size_t first = check_below(PAGES), count = 1 + check_below(6), page;
+	bool shared = !check_below(3);
+
+	if (count > PAGES - first)
+		count = PAGES - first;
+	if (is_held(address(first), address(first + count)))
+		return;
+	if (mapping) {
+		map(first, count, shared);
+		return;
+	}
+	tell("unmap [%lx, %lx)\n", address(first), address(first + count));
+	CHECK(!munmap((void *)address(first), count * PAGE));
+	now++;
+	for (page = first; page < first + count; page++)
+		pages[page] = (struct page){ .born = now, .doubted = pages[page].doubted };
+}
+
+static void op_move(void)
+{
+	size_t from = check_below(PAGES), to = check_below(PAGES), i;
+	bool moved = pages[from].moved || lingering || shaken;
+
+	if (from == to || !pages[from].mapped || is_held(address(from), address(from + 1)) ||
+	    is_held(address(to), address(to + 1)))
+		return;
+	for (i = 0; i < live_count; i++)
+		moved |= live[i].policy != RF_KEEP &&
+			 (touches(&live[i], from) || is_stale_near(&live[i], from));
+	tell("move %lx to %lx\n", address(from), address(to));
+	CHECK(mremap((void *)address(from), PAGE, PAGE, MREMAP_MAYMOVE | MREMAP_FIXED,
+		     address(to)) == (void *)address(to));
+	pages[from].doubted |= pages[to].doubted;
+	pages[to] = pages[from];
+	pages[to].moved = moved;
+	pages[to].born = ++now;
+	ever_renewed = true;
+	pages[from] = (struct page){ .born = now, .doubted = pages[from].doubted };
+}
+
+/* A fork that fails leaves such pages to the kernel for good, as they may be another's. */
+static bool is_doubted(const struct registration *registration)
+{
+	size_t page;
+
+	for (page = 0; page < PAGES; page++)
+		if (pages[page].doubted && touches(registration, page))
+			return true;
+	return false;
+}
+
+static void note_fork(bool faulted)
+{
+	size_t i;
+
+	forked = ++now;
+	lingering = faulted;
+	shaken = faulted;
+	for (i = 0; i < live_count; i++)
+		live[i].left |= faulted && is_doubted(&live[i]);
+}
+
+static void step(void);
+
+static void op_prepare(bool failing)
+{
+	unsigned long before;
+	size_t ops;
+
+	if (window)
+		return;
+	before = arm(failing);
+	handlers.prepare();
+	note_fork(disarm(before));
+	tell("prepare%s\n", shaken ? " failed" : "");
+	check_pages(true);
+	window = true;
+	for (ops = check_below(4); ops; ops--)
+		step();
+	check_pages(false);
+	handlers.parent();
+	tell("parent\n");
+	window = false;
+	CHECK(!rf_engine.window);
+}
+
+static void op_fork(void)
+{
+	pid_t child;
+
+	if (window)
+		return;
+	note_fork(false);
+	tell("fork\n");
+	child = fork();
+	CHECK(child >= 0, "%s", strerror(errno));
+	if (!child)
+		check_child();
+	CHECK(check_wait(child) == 0, "in the child");
+	check_pages(true);
+}
+
+static void step(void)
+{
+	bool failing = false;
+	size_t op = check_below(32);
+
+	if (op >= 28) {
+		failing = true;
+		op = check_below(28);
+	}
+	if (op < 10)
+		op_register(failing);
+	else if (op < 17)
+		op_release(failing);
+	else if (op < 20)
+		op_map(true);
+	else if (op < 22)
+		op_map(false);
+	else if (op < 23)
+		op_move();
+	else if (op < 26)
+		op_prepare(failing);
+	else if (op < 27)
+		check_list();
+	else if (!check_below(4))
+		op_fork();
+	check_pages(false);
+}
+
+/* ---- One input ---- */
+
+static void map_following(void)
+{
+	size_t page;
+
+	for (page = PAGES + 1; page < PAGES + 1 + FOLLOWING; page++)
+		CHECK(mmap((void *)address(page), PAGE, page % 2 ? PROT_READ : PROT_NONE,
+			   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
+			   0) == (void *)address(page));
+}
+
+static void start(void)
+{
+	static struct rf_kernel real;
+	struct rf_kernel *kernel = (struct rf_kernel *)rf_kernel();
+	unsigned int wish = (unsigned int)check_below(256);
+	struct rf_error error;
+	unsigned long before;
+	int rc;
+
+	if (!real.page_size) {
+		real = *kernel;
+		map_following();
+	}
+	*kernel = real;
+	lazy = wish & 1;
+	trusted = !(wish & 16);
+	tight = wish & 32;
+	whole = !trusted || wish & 2;
+	kernel->procmap_query &= !(wish & 4);
+	kernel->process_madvise &= !(wish & 8);
+	kernel->copy_trusted = trusted;
+	if (tight)
+		kernel->max_map_count = 2 * (2 + wish % 5);
+	setenv("RDMAFORK_EDGES", wish & 2 ? "whole" : "", 1);
+	if (wish & 64)
+		setenv("RDMAV_FORK_SAFE", "1", 1);
+	else
+		unsetenv("RDMAV_FORK_SAFE");
+	tell("%s%s%s%s\n", lazy ? "lazy" : "eager", whole ? " whole" : "",
+	     trusted ? "" : " untrusted", tight ? " tight" : "");
+	before = arm(wish & 128);
+	rc = rf_fork_init(lazy ? RF_MODE_LAZY : RF_MODE_EAGER, &error);
+	CHECK(disarm(before) || rc == 0, "%d, cause %d", rc, error.cause);
+	if (rc < 0)
+		CHECK(rf_fork_init(lazy ? RF_MODE_LAZY : RF_MODE_EAGER, &error) == 0);
+	rf_engine.edges.forbidden = false;
+}
+
+/* As it was before rf_fork_init(). */
+static void stop(void)
+{
+	while (live_count)
+		CHECK(rf_release(live[--live_count].handle, 0) == 0);
+	handlers.prepare();
+	handlers.parent();
+	note_fork(false);
+	check_pages(true);
+	check_empty();
+	CHECK(!munmap((void *)ARENA, PAGES * PAGE));
+	rf_clear();
+	rf_engine.mode = RF_MODE_NONE;
+	rf_engine.mode_inherited = false;
+	rf_engine.environment_read = false;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *input, size_t nbytes)
+{
+	check_play(input, nbytes);
+	now = forked = 0;
+	lingering = shaken = ever_split = ever_renewed = false;
+	memset(pages, 0, sizeof(pages));
+	start();
+	map(0, PAGES, false);
+	check_pages(false);
+	while (!check_played())
+		step();
+	stop();
+	return 0;
+}

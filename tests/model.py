@@ -13,6 +13,9 @@ A page is what the kernel maps at once: 4 KiB, or 2 MiB in hugetlb. The rules:
   lazy, for held memory, from the next fork on, and not earlier. (Before a fork nobody
   can see whether shared memory bears a mark, nor what is left of huge pages at the ends
   of held memory: either will do.)
+- What is wiped bears another mark (``wf``) by the same rules, but at once in either mode, and
+  is refused of shared memory. What is kept bears none. Of bytes that nobody omits or wipes a
+  child finds what the parent has.
 - Held memory stays as it is. Memory that nobody holds may be unmapped, and something
   else be mapped there, while it is registered. Such a registration says nothing about
   the newcomer: it may be marked by way of another, *either* will do. So it is with a page
@@ -39,6 +42,7 @@ class Registration(NamedTuple):
     held: bool
     made: int
     reach: tuple  # first and last address of the pages it touched when it was made
+    on_fork: str = "omit"
 
 
 class Model:
@@ -75,16 +79,19 @@ class Model:
         moved = page.moved or registered or stale
         self.pages[to] = Page(PAGE, page.shared, self.tick(), moved)
 
-    def register(self, key, start, end, held):
-        """False if the registration is to be refused, as something is not mapped."""
-        if not (self.lazy and held) and self.has_hole(start, end):
+    def register(self, key, start, end, held, on_fork="omit"):
+        """False if it is to be refused, as something is not mapped, or cannot be wiped."""
+        if on_fork == "wipe" and self.is_shared(start, end):
+            return False
+        waits = on_fork == "keep" or (self.lazy and held and on_fork == "omit")
+        if not waits and self.has_hole(start, end):
             return False
         touched = self.pages_in(start, end)
         reach = (
             min([start & -PAGE, *touched]),
             max([end + -end % PAGE, *[a + self.pages[a].nbytes for a in touched]]),
         )
-        self.registrations[key] = Registration(start, end, held, self.tick(), reach)
+        self.registrations[key] = Registration(start, end, held, self.tick(), reach, on_fork)
         return True
 
     def release(self, key):
@@ -123,11 +130,19 @@ class Model:
             at = address + self.pages[address].nbytes
         return at >= end
 
-    def has_hole(self, start, end):
-        """Is nothing mapped at one of the base pages to be marked?"""
+    def to_mark(self, start, end):
+        """The base pages to be marked, as they are tried first."""
         if self.whole:
-            return not self.is_mapped(start & -PAGE, end + -end % PAGE)
-        return not self.is_mapped(start + -start % PAGE, end & -PAGE)
+            return start & -PAGE, end + -end % PAGE
+        return start + -start % PAGE, end & -PAGE
+
+    def has_hole(self, start, end):
+        """Is nothing mapped at one of them?"""
+        return not self.is_mapped(*self.to_mark(start, end))
+
+    def is_shared(self, start, end):
+        """Is one of them shared?"""
+        return any(self.pages[a].shared for a in self.pages_in(*self.to_mark(start, end)))
 
     def is_certain(self):
         """All registered pages are those that were registered."""
@@ -146,20 +161,28 @@ class Model:
     def is_stale_near(self, registration, address, page):
         """It speaks of what was mapped there before."""
         first, last = registration.reach
+        if registration.on_fork == "keep":
+            return False
         return registration.made < page.born and first < address + page.nbytes and address < last
 
     def is_in_force(self, registration):
-        return not (self.lazy and registration.held) or registration.made < self.forked
+        waits = self.lazy and registration.held and registration.on_fork == "omit"
+        return not waits or registration.made < self.forked
 
-    def verdict(self, address, forked=True):
+    def verdict(self, address, forked=True, on_fork="omit"):
         """Must the page be absent from a child or present, going by the marks on it?
 
-        forked: a fork has just been, and nothing since.
+        forked: a fork has just been, and nothing since. on_fork: "omit" or "wipe", which mark.
         """
         page = self.pages[address]
         if page.shared:
-            return PRESENT if forked and not page.moved else EITHER
-        fresh = [r for r in self.all() if r.made > page.born and self.covers(r, address, page)]
+            certain = forked or on_fork == "wipe"
+            return PRESENT if certain and not page.moved else EITHER
+        fresh = [
+            r
+            for r in self.all()
+            if r.on_fork == on_fork and r.made > page.born and self.covers(r, address, page)
+        ]
         in_force = [r for r in fresh if self.is_in_force(r)]
         if in_force:
             lagging = page.nbytes > PAGE and not self.whole and not forked
@@ -176,11 +199,29 @@ class Model:
             return None
         if page.nbytes == PAGE and not self.whole:
             return False
-        at = base
-        for r in sorted(self.all()):
-            if r.start <= at < r.end:
-                at = r.end
-        return at < base + PAGE
+        return not all(self.taken(base))
+
+    def taken(self, base):
+        """Of each byte of a base page: does a registration omit or wipe it?"""
+        taken = bytearray(PAGE)
+        for r in self.all():
+            first, last = max(r.start, base) - base, min(r.end, base + PAGE) - base
+            if r.on_fork != "keep" and first < last:
+                taken[first:last] = b"\1" * (last - first)
+        return taken
+
+    def inherited(self, address, tag):
+        """Is it sure what a child finds on a base page full of tag? And what; None: no page."""
+        omitted = self.verdict(address)
+        wiped = self.verdict(address, on_fork="wipe")
+        if EITHER in (omitted, wiped) or not self.touching(address)[1]:
+            return False, None
+        if ABSENT not in (omitted, wiped):
+            return True, bytes([tag]) * PAGE
+        taken = self.taken(address) if self.whole else bytearray(b"\1" * PAGE)
+        if omitted == ABSENT and all(taken):
+            return True, None
+        return True, bytes(0 if t else tag for t in taken)
 
     def touching(self, address):
         """How many registrations touch the page, and whether all were made of it."""

@@ -150,6 +150,16 @@ int rf_advise_ask(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, bo
 	return record(advisor, &stretch);
 }
 
+void rf_advise_set_fresh(struct rf_advisor *advisor, const struct rf_run *run)
+{
+	struct rf_cursor cursor = rf_ranges_seek(&advisor->ranges, run->start);
+	struct rf_range *range = rf_ranges_at(&advisor->ranges, cursor);
+
+	for (; range && range->start < run->end; range = rf_ranges_next(&advisor->ranges, &cursor))
+		if (!range->mark)
+			range->flags |= RF_RANGE_FRESH;
+}
+
 bool rf_advise_next_run(const struct rf_advisor *advisor, uintptr_t at, uintptr_t end,
 			bool (*belongs)(const struct rf_range *), struct rf_run *run)
 {
@@ -176,30 +186,15 @@ static bool to_mark_now(const struct rf_range *range)
 	return rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
 }
 
-static bool is_fresh(const struct rf_range *range)
-{
-	return range->flags & RF_RANGE_FRESH;
-}
-
 static bool is_fresh_but_shared(const struct rf_range *range)
 {
-	return is_fresh(range) && range->nature == RF_NATURE_SHARED;
+	return rf_advise_is_fresh(range) && range->nature == RF_NATURE_SHARED;
 }
 
 /* A run about to be marked may not take the process past its share of VMAs. */
 static bool has_room(const struct rf_advisor *advisor)
 {
 	return rf_advise_edges(advisor) + 2 <= advisor->vma_budget;
-}
-
-static void set_fresh(struct rf_advisor *advisor, const struct rf_run *run)
-{
-	struct rf_cursor cursor = rf_ranges_seek(&advisor->ranges, run->start);
-	struct rf_range *range = rf_ranges_at(&advisor->ranges, cursor);
-
-	for (; range && range->start < run->end; range = rf_ranges_next(&advisor->ranges, &cursor))
-		if (!range->mark)
-			range->flags |= RF_RANGE_FRESH;
 }
 
 /* Mark what @belongs() picks in [@start, @end). -errno of the first refusal. */
@@ -223,7 +218,7 @@ static int mark_now(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, 
 			continue;
 		}
 		if (run.unmarked)
-			set_fresh(advisor, &run);
+			rf_advise_set_fresh(advisor, &run);
 		rc = call_mark(advisor, run.start, run.end);
 		if (rc < 0)
 			return rc;
@@ -241,8 +236,7 @@ static int ask_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, bool f
 			struct rf_error *error)
 {
 	bool held = slot->flags & RF_SLOT_HELD;
-	uintptr_t start, end, hole, at;
-	struct rf_run run;
+	uintptr_t start, end, hole;
 	int rc = rf_vma_open(&advisor->reader);
 
 	if (rc < 0) {
@@ -251,7 +245,7 @@ static int ask_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, bool f
 	}
 	rf_advise_extent(advisor, slot, &start, &end);
 	rc = rf_advise_ask_ends(advisor, slot);
-	rf_advise_extend(advisor, slot, start, end, held ? 0 : RF_RANGE_DOUBT);
+	rf_advise_extend(advisor, slot, start, end, 0);
 	rf_advise_extent(advisor, slot, &start, &end);
 	if (rc >= 0)
 		rc = rf_advise_ask(advisor, start, end, true, &hole);
@@ -264,9 +258,7 @@ static int ask_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, bool f
 		return -ENOMEM;
 	if (forking)
 		rf_edges_save(advisor->edges);
-	for (at = start; rf_advise_next_run(advisor, at, end, is_fresh_but_shared, &run);
-	     at = run.end)
-		rf_advise_unmark(advisor, run.start, run.end);
+	rf_advise_unmark_runs(advisor, start, end, is_fresh_but_shared);
 	/* All of it: somebody else may have unmarked a part, which makes the rest one too. */
 	return mark_now(advisor, start, end, held, rf_range_wants_mark);
 }
@@ -296,16 +288,15 @@ static void undo(struct rf_advisor *advisor, struct rf_slot *slot)
 
 	rf_advise_extent(advisor, slot, &start, &end);
 	rf_advise_uncount(advisor, slot, start, end);
-	for (at = start; rf_advise_next_run(advisor, at, end, is_fresh, &run); at = run.end) {
+	for (at = start; rf_advise_next_run(advisor, at, end, rf_advise_is_fresh, &run);
+	     at = run.end) {
 		/* Marked or not: madvise() advises part of a range before it refuses. */
 		rf_ranges_set_mark(ranges, run.start, run.end, true);
 		rf_advise_unmark(advisor, run.start, run.end);
 	}
 	/* What waited to be unmarked before waits again, or is gone, all of it. */
 	rf_advise_widen(advisor, &start, &end);
-	for (at = start; at < end && rf_advise_next_run(advisor, at, end, rf_range_is_unwanted, &run);
-	     at = run.end)
-		rf_advise_unmark(advisor, run.start, run.end);
+	rf_advise_unmark_runs(advisor, start, end, rf_range_is_unwanted);
 	rf_ranges_tidy(ranges, start, end);
 	slot->start_shift = 0;
 	slot->end_shift = 0;
@@ -358,12 +349,15 @@ static uint8_t doubt_of(const struct rf_slot *slot)
 static int count_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, uintptr_t start,
 			  uintptr_t end, bool forking)
 {
-	rf_advise_count(advisor, slot, start, end, doubt_of(slot));
+	bool held = slot->flags & RF_SLOT_HELD;
+
+	rf_advise_count(advisor, slot, start, end, 0);
 	if (forking && advisor->policy == RF_OMIT)
 		return -EINVAL;
 	if (forking)
 		rf_edges_save(advisor->edges);
-	return mark_now(advisor, start, end, slot->flags & RF_SLOT_HELD, to_mark_now);
+	/* What is not held is marked, whatever we think of it. */
+	return mark_now(advisor, start, end, held, held ? to_mark_now : rf_range_wants_mark);
 }
 
 /* Its mark may be gone, or go. */
@@ -405,6 +399,11 @@ static int finish(struct rf_advisor *advisor, struct rf_slot *slot, bool forking
 		return rc;
 	}
 	rf_advise_extent(advisor, slot, &start, &end);
+	/* Only now: a failure leaves no doubt about what others hold. */
+	if (doubt_of(slot)) {
+		rf_ranges_set_flags(&advisor->ranges, start, end, RF_RANGE_DOUBT, 0);
+		rf_ranges_set_nature(&advisor->ranges, start, end, RF_NATURE_UNASKED);
+	}
 	rf_ranges_tidy(&advisor->ranges, start, end);
 	return 0;
 }
@@ -431,8 +430,8 @@ static __attribute__((noinline)) int mark_refused(struct rf_advisor *advisor, st
 	uintptr_t start, end;
 
 	rf_advise_extent(advisor, slot, &start, &end);
-	rf_advise_count(advisor, slot, start, end, doubt_of(slot));
-	set_fresh(advisor, &run);
+	rf_advise_count(advisor, slot, start, end, 0);
+	rf_advise_set_fresh(advisor, &run);
 	return finish(advisor, slot, false, rc, error);
 }
 

@@ -21,6 +21,14 @@ struct rf_run {
 bool rf_advise_next_run(const struct rf_advisor *advisor, uintptr_t at, uintptr_t end,
 			bool (*belongs)(const struct rf_range *), struct rf_run *run);
 
+/* What of @run bears no mark is to be marked by the operation under way, which may fail. */
+void rf_advise_set_fresh(struct rf_advisor *advisor, const struct rf_run *run);
+
+static inline bool rf_advise_is_fresh(const struct rf_range *range)
+{
+	return range->flags & RF_RANGE_FRESH;
+}
+
 static inline int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, uintptr_t end,
 				 int advice)
 {
@@ -33,6 +41,10 @@ static inline int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, ui
  * now gets RF_RANGE_RETRY, what is left over of a huge page keeps its mark.
  */
 void rf_advise_unmark(struct rf_advisor *advisor, uintptr_t start, uintptr_t end);
+
+/* The same of what @belongs() picks there. */
+void rf_advise_unmark_runs(struct rf_advisor *advisor, uintptr_t start, uintptr_t end,
+			   bool (*belongs)(const struct rf_range *));
 
 /* [@start, @end) together with what touches it and waits to be unmarked. */
 void rf_advise_widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr_t *end);

@@ -47,6 +47,11 @@ static bool is_due(const struct rf_range *range)
 	       rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
 }
 
+static bool is_due_and_marked(const struct rf_range *range)
+{
+	return range->mark && is_due(range);
+}
+
 /* Another registration had marked it, or a later one has. */
 static bool is_due_no_more(const struct rf_range *range)
 {
@@ -167,10 +172,11 @@ static void note_marked(struct rf_advisor *advisor, const struct iovec *run)
 	rf_ranges_set_flags(&advisor->ranges, start, end, 0, RF_RANGE_DUE);
 }
 
-/* One run by itself. What the kernel refuses is its own to copy. */
+/* One run by itself. What the kernel refuses is its own to copy, but for what was marked. */
 static void mark_run(struct rf_advisor *advisor, struct batch *batch, const struct iovec *run)
 {
-	uintptr_t start = (uintptr_t)run->iov_base, end = start + run->iov_len;
+	uintptr_t start = (uintptr_t)run->iov_base, end = start + run->iov_len, at;
+	struct rf_run whole = { .start = start, .end = end }, fresh;
 	int rc = rf_advise_call(advisor, start, end, MADV_DONTFORK);
 
 	if (rc >= 0) {
@@ -179,9 +185,13 @@ static void mark_run(struct rf_advisor *advisor, struct batch *batch, const stru
 	}
 	/* ENOMEM: the limit on older kernels, or somebody unmapped what he said he holds. */
 	batch->full = rc == -EAGAIN || ++batch->refused == REFUSALS;
-	/* It may have advised part of it. */
-	rf_ranges_set_mark(&advisor->ranges, start, end, true);
-	rf_advise_unmark(advisor, start, end);
+	rf_advise_set_fresh(advisor, &whole);
+	for (at = start; rf_advise_next_run(advisor, at, end, rf_advise_is_fresh, &fresh);
+	     at = fresh.end) {
+		/* It may have advised part of it. */
+		rf_ranges_set_mark(&advisor->ranges, fresh.start, fresh.end, true);
+		rf_advise_unmark(advisor, fresh.start, fresh.end);
+	}
 }
 
 static void flush(struct rf_advisor *advisor, struct batch *batch)
@@ -200,6 +210,23 @@ static void flush(struct rf_advisor *advisor, struct batch *batch)
 	while (done < batch->count && !batch->full)
 		mark_run(advisor, batch, &batch->runs[done++]);
 	batch->count = 0;
+}
+
+/* Mark again what somebody holds who registered after others cast doubt: it takes no room. */
+static void mark_doubted(struct rf_advisor *advisor)
+{
+	struct batch batch = { .count = 0 };
+	struct rf_run run;
+	struct iovec pages;
+	uintptr_t at;
+
+	for (at = 0; !batch.full &&
+		     rf_advise_next_run(advisor, at, UINTPTR_MAX, is_due_and_marked, &run);
+	     at = run.end) {
+		pages.iov_base = (void *)run.start;
+		pages.iov_len = run.end - run.start;
+		mark_run(advisor, &batch, &pages);
+	}
 }
 
 /* Mark due runs of at least @nbytes while there is room for them. */
@@ -236,6 +263,7 @@ static void walk(struct rf_advisor *advisor, bool marking)
 	ask_unasked(advisor);
 	unmark_shared(advisor);
 	if (marking) {
+		mark_doubted(advisor);
 		for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_due, &run);
 		     at = run.end)
 			due_runs++;

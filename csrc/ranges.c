@@ -449,8 +449,8 @@ void rf_ranges_tidy(struct rf_ranges *ranges, uintptr_t start, uintptr_t end)
 }
 
 /* Does [@start, @end), whose place is @cursor, touch ranges of another leaf too? */
-static inline bool leaves_leaf(const struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t start,
-			uintptr_t end)
+static inline bool leaves_leaf(const struct rf_ranges *ranges, struct rf_cursor cursor,
+			       uintptr_t start, uintptr_t end)
 {
 	const struct rf_leaf *before;
 
@@ -686,8 +686,9 @@ void rf_ranges_check(const struct rf_ranges *ranges)
 
 	for (entry = 0; entry < ranges->leaf_count; entry++) {
 		RF_ASSERT(leaf_at(ranges, entry)->used || ranges->leaf_count == 1);
-		RF_ASSERT(!leaf_at(ranges, entry)->used || directory_of(ranges)[entry].first ==
-			  leaf_at(ranges, entry)->ranges[0].start);
+		if (leaf_at(ranges, entry)->used)
+			RF_ASSERT(directory_of(ranges)[entry].first ==
+				  leaf_at(ranges, entry)->ranges[0].start);
 		RF_ASSERT(!entry || leaf_at(ranges, entry)->used +
 						    leaf_at(ranges, entry - 1)->used >
 					    RF_LEAF_RANGES / 2);

@@ -247,7 +247,7 @@ struct rf_stats {
 	uint64_t marked_ranges;		/* of these, marked in the kernel */
 	uint64_t marked_bytes;
 	uint64_t vmas;			/* upper bound of VMAs the marks add */
-	uint64_t vma_budget;		/* never exceeded: half of vm.max_map_count */
+	uint64_t vma_budget;		/* no mark goes beyond it: half of vm.max_map_count */
 	uint64_t left_ranges;		/* could be marked, left to the kernel's copying */
 	uint64_t left_bytes;
 	uint64_t unreleased_bytes;	/* released, still marked: to be retried */

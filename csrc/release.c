@@ -126,6 +126,16 @@ void rf_advise_unmark(struct rf_advisor *advisor, uintptr_t start, uintptr_t end
 	unmark_mappings(advisor, start, end);
 }
 
+void rf_advise_unmark_runs(struct rf_advisor *advisor, uintptr_t start, uintptr_t end,
+			   bool (*belongs)(const struct rf_range *))
+{
+	struct rf_run run;
+
+	for (; start < end && rf_advise_next_run(advisor, start, end, belongs, &run);
+	     start = run.end)
+		rf_advise_unmark(advisor, run.start, run.end);
+}
+
 void rf_advise_widen(const struct rf_advisor *advisor, uintptr_t *start, uintptr_t *end)
 {
 	const struct rf_range *range, *beside;
@@ -242,16 +252,12 @@ static void release_by_steps(struct rf_advisor *advisor, const struct rf_slot *s
 			     uintptr_t start, uintptr_t end)
 {
 	struct rf_ranges *ranges = &advisor->ranges;
-	struct rf_run run;
-	uintptr_t at;
 
 	rf_advise_uncount(advisor, slot, start, end);
 	if (slot->flags & RF_SLOT_HELD)
 		forget_due(advisor, start, end);
 	rf_advise_widen(advisor, &start, &end);
-	for (at = start; at < end && rf_advise_next_run(advisor, at, end, rf_range_is_unwanted, &run);
-	     at = run.end)
-		rf_advise_unmark(advisor, run.start, run.end);
+	rf_advise_unmark_runs(advisor, start, end, rf_range_is_unwanted);
 	rf_ranges_tidy(ranges, start, end);
 }
 

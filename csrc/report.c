@@ -58,22 +58,32 @@ static bool is_wiped(const struct rf_engine *engine, uintptr_t start, uintptr_t 
 	return range && range->start <= start && range->mark;
 }
 
+/* A mark that may be gone and could not be made again says nothing. */
+static bool is_marked(const struct rf_range *advised)
+{
+	return advised->mark &&
+	       (advised->flags & (RF_RANGE_DOUBT | RF_RANGE_DUE)) != (RF_RANGE_DOUBT | RF_RANGE_DUE);
+}
+
 /*
- * What protects @here, a part of which is counted as @advised, or is not, as an
- * edge or before a fold: then it may lie in shared memory, up to where *@end goes.
+ * What protects @here, a part of which is counted as @advised, or is not, as an edge or
+ * before a fold: then it may lie in shared memory, up to where @info's end goes.
  */
 static enum rf_protection protection_of(struct rf_engine *engine, const struct rf_range *here,
-					const struct rf_range *advised, uintptr_t start,
-					uintptr_t *end)
+					const struct rf_range *advised,
+					struct rf_range_info *info)
 {
+	const uintptr_t start = info->start;
 	struct rf_vma vma;
 
 	if (engine->mode == RF_MODE_NONE)
 		return RF_BY_NOTHING;
-	if (advised && advised->mark)
+	if (advised && is_marked(advised))
 		return RF_BY_ADVICE;
-	if (here->flags & TOUCHED_BY(RF_WIPE) && is_wiped(engine, start, end))
+	if (here->flags & TOUCHED_BY(RF_WIPE) && is_wiped(engine, start, &info->end)) {
+		info->policy = RF_WIPE;
 		return RF_BY_ADVICE;
+	}
 	if (advised && advised->nature == RF_NATURE_SHARED)
 		return RF_BY_SHARING;
 	if (here->flags & RF_RANGE_DUE)
@@ -82,7 +92,7 @@ static enum rf_protection protection_of(struct rf_engine *engine, const struct r
 	    rf_vma_find(&engine->advisor.reader, start, &vma) >= 0) {
 		uintptr_t stop = vma.start > start ? vma.start : vma.end;
 
-		*end = stop < *end ? stop : *end;
+		info->end = stop < info->end ? stop : info->end;
 		if (vma.start <= start && vma.shared)
 			return RF_BY_SHARING;
 	}
@@ -126,7 +136,6 @@ static void list_range(struct rf_engine *engine, struct list *list,
 	uintptr_t at = range->start;
 	struct rf_range_info info = {
 		.registrations = range->count,
-		.policy = (uint8_t)policy_of(range),
 	};
 
 	while (at < range->end) {
@@ -134,13 +143,14 @@ static void list_range(struct rf_engine *engine, struct list *list,
 
 		info.start = at;
 		info.end = range->end;
+		info.policy = (uint8_t)policy_of(range);
 		if (advised && inside && advised->end < range->end)
 			info.end = advised->end;
 		else if (advised && !inside && advised->start < range->end)
 			info.end = advised->start;
 		/* A mark that nobody counts waits to be taken away, or is gone already. */
 		info.protection = (uint8_t)protection_of(
-			engine, range, inside && advised->count ? advised : NULL, at, &info.end);
+			engine, range, inside && advised->count ? advised : NULL, &info);
 		append(list, info);
 		at = info.end;
 		if (inside && at >= advised->end)

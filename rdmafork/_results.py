@@ -56,7 +56,7 @@ class Stats(NamedTuple):
     marked_ranges: int  #: runs of pages that are marked in the kernel
     marked_bytes: int
     vmas: int  #: at most so many mappings more than without the marks
-    vma_budget: int  #: half of vm.max_map_count, never exceeded
+    vma_budget: int  #: half of vm.max_map_count: no mark goes beyond it
     left_ranges: int  #: ranges left to the kernel's copying
     left_bytes: int
     unreleased_bytes: int  #: released, but the kernel could not unmark them yet

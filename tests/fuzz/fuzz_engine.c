@@ -64,7 +64,12 @@ static bool lazy, whole, trusted, tight;
 static bool window;		/* a fork is under way */
 static bool lingering;		/* a call failed: marks may wait for the next fork to take them */
 static bool shaken;		/* one failed in a fork: what was due may wait for the next */
-static bool ever_split, ever_renewed;
+static bool ever_split;
+/*
+ * Something was mapped anew. At the budget a mark may then be thought to be where none is:
+ * who registers there again, and does not hold it, is not marked for want of room.
+ */
+static bool ever_renewed;
 static struct rf_handle stale;
 
 static void tell(const char *format, ...)
@@ -168,7 +173,7 @@ static bool is_in_force(const struct registration *registration)
 /* Where the kernel copies it may be left to that. */
 static bool may_be_left(const struct registration *registration)
 {
-	if (registration->policy == RF_WIPE || (!trusted && !lazy))
+	if (registration->policy == RF_WIPE || (!trusted && (!lazy || !registration->held)))
 		return false;
 	return tight || shaken || registration->left;
 }
@@ -260,7 +265,9 @@ static void check_list(void)
 				continue;
 			/* What waits to be unmarked counts as marked. */
 			if (list[i].protection == RF_BY_ADVICE && !lingering)
-				CHECK(flags & (CHECK_DC | CHECK_WF), "page %zu", page);
+				CHECK(flags & CHECK_DC ||
+					      (flags & CHECK_WF && list[i].policy == RF_WIPE),
+				      "page %zu", page);
 			if (list[i].protection == RF_BY_SHARING)
 				CHECK(pages[page].shared, "page %zu", page);
 		}
@@ -413,8 +420,6 @@ static void op_register(bool failing)
 	flags = (new.held ? RF_HELD : 0) | (check_below(8) ? 0 : RF_NOWAIT);
 	if (live_count == LIVE)
 		return;
-	for (page = 0; page < PAGES && !new.held; page++)
-		pages[page].doubted |= touches(&new, page);
 	refusable = is_refusable(&new);
 	before = arm(failing);
 	rc = rf_register((void *)new.start, new.end - new.start, flags, new.policy, &new.handle,
@@ -438,6 +443,8 @@ static void op_register(bool failing)
 	CHECK(rf_handle_state(new.handle) == 1);
 	/* The kernel copies it, in the fork under way. */
 	new.in_window &= !faulted;
+	for (page = 0; page < PAGES && !new.held; page++)
+		pages[page].doubted |= touches(&new, page);
 	new.made = ++now;
 	new.first = down(new.start);
 	new.last = new.start < new.end ? up(new.end) : new.first;
@@ -491,9 +498,9 @@ static void map(size_t first, size_t count, bool shared)
 	CHECK(mmap((void *)address(first), count * PAGE, PROT_READ | PROT_WRITE,
 		   (shared ? MAP_SHARED : MAP_PRIVATE) | MAP_ANONYMOUS | MAP_FIXED, -1,
 		   0) == (void *)address(first));
+	ever_renewed |= now > 0;
 	now++;
 	ever_split |= shared;
-	ever_renewed |= now > 1;
 	for (page = first; page < first + count; page++) {
 		pages[page] = (struct page){
 			.mapped = true,

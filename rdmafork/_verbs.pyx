@@ -26,8 +26,8 @@ from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
 from posix.unistd cimport usleep
 
 from rdmafork cimport *
-from rdmafork._core cimport Registration, abandon, check_usable, hold, let_go, policy_of
-from rdmafork._core cimport protect, unprotect
+from rdmafork._core cimport Registration, abandon, check_usable, close_before, hold, let_go
+from rdmafork._core cimport policy_of, protect, unprotect
 from rdmafork._ibverbs cimport *
 
 import os
@@ -554,6 +554,8 @@ cdef class ProtectionDomain(Parent):
         check_open(self)
         region.domain = self
         hold(region, buffer)
+        if region.guard is None:
+            close_before(region)  # the domain's owner may close that as it is cleared
         region.access_flags = access_of(region, access)
         if region.access_flags & UNPINNED:
             region.slot.generation = rf_generation()

@@ -1,5 +1,8 @@
 """What it costs, counted and never timed: system calls, memory, references, symbols."""
 
+import array
+import contextlib
+import ctypes
 import gc
 import json
 import mmap
@@ -16,6 +19,7 @@ import pytest
 from conftest import (
     LAZY,
     PAGE,
+    child,
     fork_once,
     fresh,
     libc,
@@ -416,6 +420,70 @@ def test_a_buffer_that_holds_its_registration_is_collected(mode):
     gc.collect()
     assert rdmafork.stats().registrations == 0
     assert not [it for it in gc.get_objects() if type(it) is Cyclic]
+
+
+class Holder:
+    pass
+
+
+def views():
+    """Buffers that the collector may clear before what is registered of them."""
+    private = bytearray(100_000)
+    yield memoryview(private)
+    yield memoryview(memoryview(private)[10:])[10:]
+    yield memoryview(mmap.mmap(-1, 1 << 16))[10:]
+    yield memoryview(array.array("d", bytes(1 << 16)))[2:]
+    yield memoryview(rdmafork.Buffer(1 << 16))[10:]
+    yield (ctypes.c_char * 50_000).from_buffer(private)
+    if numpy := sys.modules.get("numpy"):
+        yield memoryview(numpy.zeros(1 << 16))[10:]
+
+
+@both_modes
+@pytest.mark.parametrize("first", [False, True])
+@fresh
+def test_a_view_is_collected_after_its_registration(mode, first):
+    with contextlib.suppress(ImportError):
+        import numpy  # noqa: F401
+    rdmafork.fork_init(mode)
+    gc.disable()
+    for _ in range(3):  # what is made in place of the collected is collected, too
+        for view in views():
+            count = rdmafork.stats().registrations  # of the Buffer
+            holder = Holder()
+            holder.itself, holder.parts = holder, [1]
+            if not first:
+                gc.collect(0)  # it is older, so the collector comes to it later
+            holder.parts.append(rdmafork.register(view))
+            assert holder.parts[1].obj is view
+            if isinstance(view, memoryview):
+                with pytest.raises(BufferError):
+                    view.release()
+            assert rdmafork.stats().registrations == count + 1
+            del holder, view
+            gc.collect()
+            assert rdmafork.stats().registrations <= count
+
+
+@fresh
+def test_a_child_collects_what_it_inherited():
+    rdmafork.fork_init()
+    gc.disable()
+    holder = Holder()
+    holder.itself, holder.parts = holder, [1]
+    gc.collect(0)
+    view = memoryview(bytearray(100_000))[10:]
+    holder.parts.append(rdmafork.register(view))
+    del view
+
+    def collect():
+        nonlocal holder
+        del holder
+        gc.collect()
+        return rdmafork.stats().registrations
+
+    assert child(collect) == 0
+    assert rdmafork.stats().registrations == 1
 
 
 # ---- importing it ---------------------------------------------------------------------------

@@ -89,11 +89,12 @@ def test_the_garbage_collector_gives_everything_back(rc):
 
     for first in range(4):  # which is the first that the collector comes to
         holder = Holder()
+        holder.itself, holder.parts = holder, []
+        gc.collect(0)  # it is older, so the collector comes to it later
         context = rdmafork.Context(rc.device)
         pd = context.alloc_pd()
         parts = [context, pd, *(pd.register(m) for m in buffers(2))]
-        holder.parts = parts[first:] + parts[:first]
-        holder.itself = holder
+        holder.parts += parts[first:] + parts[:first]
         del holder, context, pd, parts
         assert pinned() == before.pinned + 2 * PINNED
         gc.collect()

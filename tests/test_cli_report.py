@@ -110,6 +110,12 @@ def test_ranks_may_be_strings_and_numbers_may_have_no_parts(report):
         ('{"rdmafork": "0.1.0", "host": "a", "pid": "x"}', "it is no report of a process"),
         ('{"rdmafork": "1", "host": "a", "pid": 1, "libraries": 3}', "it is no report"),
         ('{"rdmafork": "1", "host": "a", "pid": 1, "fork_callers": [{}]}', "it has no 'symbol'"),
+        (
+            '{"rdmafork": 3, "pid": 1, "host": "a",'
+            ' "fork_callers": [{"symbol": "f", "object": "/o", "count": null}]}',
+            "it is no report of a process",
+        ),
+        ("[" * 200_000, "it is no JSON"),
     ],
 )
 def test_a_broken_line_is_told_and_the_others_are_read(report, broken, why):

@@ -57,21 +57,23 @@ def _lines(name: str, file: Iterable[bytes]) -> Iterator[Process | Broken]:
             continue
         try:
             yield _process(json.loads(line))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             yield Broken(name, number, _why(error))
 
 
 def _why(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"it has no {error.args[0]!r}"
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError | RecursionError):
         return "it is no JSON"
     return "it is no report of a process"
 
 
 def _process(line: dict[str, Any]) -> Process:
     line["rdmafork"]  # says that it is one
-    callers = tuple((_caller(found), found["count"]) for found in line.get("fork_callers") or ())
+    callers = tuple(
+        (_caller(found), _number(found["count"])) for found in line.get("fork_callers") or ()
+    )
     rank = line.get("rank")
     return Process(
         host=str(line["host"]),

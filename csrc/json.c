@@ -10,11 +10,15 @@ void rf_json_begin(struct rf_json *json, void *memory, size_t nbytes)
 	json->used = 0;
 	json->limit = nbytes;
 	json->first = true;
+	json->full = false;
 }
 
 static void put(struct rf_json *json, const char *bytes, size_t count)
 {
+	/* Something smaller that comes later is not to fit either. */
 	if (count > json->limit - json->used)
+		json->full = true;
+	if (json->full)
 		return;
 	memcpy(json->text + json->used, bytes, count);
 	json->used += count;
@@ -58,12 +62,14 @@ static void put_escape(struct rf_json *json, unsigned int code)
 
 static void put_string(struct rf_json *json, const char *value)
 {
-	const unsigned char *at = (const unsigned char *)value;
+	const unsigned char *at = (const unsigned char *)value, *end = at + RF_JSON_STRING;
 	size_t length;
 
 	put(json, "\"", 1);
 	for (; *at; at += length) {
 		length = character(at);
+		if (at + (length ? length : 1) > end)
+			break;
 		if (!length) {
 			put_escape(json, 0xdc00u + *at);
 			length = 1;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * One line of JSON, into memory that is there, without malloc(). What does not fit is cut
- * off.
+ * One line of JSON, into memory that is there, without malloc(). What does not fit makes it
+ * full, and ends it: it is JSON unless it is full.
  */
 #ifndef RF_JSON_H
 #define RF_JSON_H
@@ -9,10 +9,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define RF_JSON_STRING 4096u	/* bytes of one; it is cut after them */
+
 struct rf_json {
 	char *text;
 	size_t used, limit;
 	int first;	/* of its object or list: no comma before it */
+	int full;
 };
 
 void rf_json_begin(struct rf_json *json, void *memory, size_t nbytes);

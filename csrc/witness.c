@@ -17,7 +17,8 @@
 #define CALLERS 64
 #define FRAMES 16
 #define STDERR 2
-#define REPORT_BYTES (256u * 1024)
+/* Room for strings of which every byte is escaped. What is not touched costs nothing. */
+#define REPORT_BYTES (2 * (RF_LIBRARIES + CALLERS) * 6 * RF_JSON_STRING)
 
 struct caller {
 	uintptr_t address;
@@ -26,7 +27,7 @@ struct caller {
 
 static struct {
 	bool on, keeps_devices, traces;
-	char path[4096], rank[64], failure[320];
+	char path[4096], rank[64], failure[384];
 	uint64_t handler_ns, handler_max_ns;
 	uint64_t absent_bytes, absent_last_bytes;
 	struct caller callers[CALLERS];
@@ -321,7 +322,7 @@ __attribute__((destructor)) static void report(void)
 	if (strcmp(witness.path, "-") != 0)
 		fd = rf_sys_open(witness.path, RF_APPEND);
 	/* One call: lines of many processes do not mix. */
-	if (fd >= 0)
+	if (fd >= 0 && !json.full)
 		(void)rf_sys_write(fd, memory, json.used);
 	if (fd > STDERR)
 		rf_sys_close(fd);

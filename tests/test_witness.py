@@ -181,6 +181,23 @@ def test_one_line_says_what_a_process_did(report):
     assert line["left_bytes"] == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        (b"\x01" * 60_000, b"\x01" * 4096),
+        (b"x" * 60_000, b"x" * 4096),
+        (b"a" + "é".encode() * 3000, b"a" + "é".encode() * 2047),
+        (b"\xff" * 5000, b"\xff" * 4096),
+    ],
+    ids=["control", "plain", "UTF-8", "not UTF-8"],
+)
+def test_a_long_name_is_cut_and_the_line_is_whole(report, name, cut):
+    path, lines = report
+    for _ in range(2):
+        execute([name], {"RDMAFORK_REPORT": str(path)}, executable=shutil.which("true"), check=True)
+    assert [os.fsencode(line["program"]) for line in lines()] == [cut, cut]
+
+
 def test_lines_are_added_and_a_child_that_exits_has_one_too(report):
     path, lines = report
     path.write_text('{"before": 1}\n')

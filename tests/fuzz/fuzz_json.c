@@ -46,6 +46,7 @@ static size_t character_length(const unsigned char *c)
 /* A string, as surrogateescape has bytes that are no UTF-8. */
 static void expect_string(const char *value)
 {
+	const char *begin = value;
 	size_t length;
 
 	expect("\"");
@@ -64,7 +65,8 @@ static void expect_string(const char *value)
 		at += length;
 		value += length;
 	}
-	CHECK(!*value, "cut short");
+	CHECK(!*value || value - begin > (long)RF_JSON_STRING - 4, "cut short");
+	CHECK(value - begin <= (long)RF_JSON_STRING, "not cut");
 	expect("\"");
 }
 
@@ -176,26 +178,51 @@ static void expect_items(void)
 	CHECK(!*at);
 }
 
+/* A text over and over again, about as long as a string may be. */
+static void check_long_string(void)
+{
+	static char value[RF_JSON_STRING + 2 * LONGEST];
+	struct rf_json json;
+	char piece[LONGEST];
+	size_t length, i;
+
+	choose_text(piece);
+	length = strlen(piece);
+	for (i = 0; length && i < RF_JSON_STRING + length; i += length)
+		memcpy(value + i, piece, length);
+	value[length ? RF_JSON_STRING - LONGEST + check_below(2 * LONGEST) : 0] = '\0';
+	rf_json_begin(&json, text, sizeof(text) - 1);
+	rf_json_string(&json, NULL, value);
+	CHECK(!json.full);
+	text[json.used] = '\0';
+	at = text;
+	expect_string(value);
+	CHECK(!*at);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t nbytes)
 {
 	struct rf_json json;
 	char *small;
-	size_t limit;
+	size_t limit, whole;
 
 	check_play(input, nbytes);
 	limit = check_below(512);
 	choose_items();
 	rf_json_begin(&json, text, sizeof(text) - 1);
 	write_items(&json);
-	CHECK(json.used < json.limit);
+	CHECK(!json.full);
 	text[json.used] = '\0';
 	at = text;
 	expect_items();
-	/* Where it does not fit, nothing is written beyond. */
+	/* Where it does not fit, it says so, and what is there is the beginning. */
+	whole = json.used;
 	small = malloc(limit + 1);
 	rf_json_begin(&json, small, limit);
 	write_items(&json);
-	CHECK(json.used <= limit);
+	CHECK(json.used <= limit && !json.full == (whole <= limit));
+	CHECK(!memcmp(small, text, json.used) && (json.full || json.used == whole));
 	free(small);
+	check_long_string();
 	return 0;
 }

@@ -61,8 +61,9 @@ static bool is_wiped(const struct rf_engine *engine, uintptr_t start, uintptr_t 
 /* A mark that may be gone and could not be made again says nothing. */
 static bool is_marked(const struct rf_range *advised)
 {
-	return advised->mark &&
-	       (advised->flags & (RF_RANGE_DOUBT | RF_RANGE_DUE)) != (RF_RANGE_DOUBT | RF_RANGE_DUE);
+	const uint8_t doubted_and_due = RF_RANGE_DOUBT | RF_RANGE_DUE;
+
+	return advised->mark && (advised->flags & doubted_and_due) != doubted_and_due;
 }
 
 /*

@@ -11,8 +11,9 @@
 
 /*
  * Where VMAs are short the longest runs get them: they cost the kernel most to copy.
- * Else every run is marked: on 6.18 two pages pay, one page costs 0.3 to 0.9 us more a
- * fork than its copy, and in a pinned transparent huge page one page saves 50 us
+ * Else every run is marked. On 6.18 a mark pays from three base pages on and costs 1 to
+ * 3 us a fork more than the copy of one; but in a transparent huge page, which nothing
+ * tells from the others, a single page that is left costs 50 us
  * (benchmarks/break_even.py).
  */
 static const size_t page_steps[] = { 4096, 256, 16, 1 };

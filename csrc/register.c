@@ -220,7 +220,7 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 	if (rc >= 0 && slot->flags & RF_SLOT_COUNTED)
 		rc = settle(engine, slot, index, error);
 	if (rf_unlikely(rc < 0)) {
-		rf_registry_put(&engine->registry, index);
+		rf_registry_take_back(&engine->registry, index);
 		handle->serial = 0;
 		return rc;
 	}

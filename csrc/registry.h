@@ -111,6 +111,13 @@ static inline void rf_registry_put(struct rf_registry *registry, uint32_t index)
 	registry->live--;
 }
 
+/* The same of the slot taken last, whose serial nobody has been told: it never was. */
+static inline void rf_registry_take_back(struct rf_registry *registry, uint32_t index)
+{
+	rf_registry_put(registry, index);
+	registry->last_serial--;
+}
+
 static inline void rf_registry_list(struct rf_registry *registry, uint32_t index)
 {
 	struct rf_slot *slot = rf_registry_slot(registry, index);

@@ -96,7 +96,7 @@ CLAIMS = (
     Claim(
         "eager, new range: instructions beyond theirs",
         *("registration", "instructions", EAGER | NEW, PAIR),
-        most=1300,
+        most=1100,
         aim=400,
         difference=True,
     ),

@@ -18,6 +18,8 @@ its instructions of user space, by the processor's counter or by callgrind.
 
 import argparse
 import contextlib
+import ctypes
+import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,17 +48,20 @@ BUDGET_NS = 2_000_000
 MARGIN = 32 << 20  # around the range: its mapping lies alike whatever its size
 COUNTED_NS, MOST_PAIRS = 10_000_000, 20_000  # the pairs that are counted take so long
 
+protect = ctypes.CDLL(None).mprotect
+protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
 
 class Bench:
     """One peer."""
 
     def __init__(self, peer: str) -> None:
         self._peer = WAYS[peer].peer()
-        self._at = self._nbytes = self._loops = 0
+        self._at = self._nbytes = self._loops = self._margin = 0
 
     def prepare(self, situation: str, nbytes: int) -> None:
         """What was registered before stays so: it lies elsewhere."""
-        self._nbytes, self._loops = nbytes, 0
+        self._nbytes, self._loops, self._margin = nbytes, 0, 0
         if situation == "inside":
             self._at = self._peer.arena(nbytes + 2 * MARGIN) + MARGIN
             return
@@ -66,7 +71,8 @@ class Bench:
             except OSError as error:
                 raise Skipped(f"huge pages: {error.strerror}") from None
             return
-        self._at = private_memory(2 * nbytes + 2 * MARGIN) + MARGIN + nbytes
+        self._margin = private_memory(2 * nbytes + 2 * MARGIN)
+        self._at = self._margin + MARGIN + nbytes
         if situation == "overlapping":
             self._peer.hold(self._at, max(nbytes // 2, PAGE))
         elif situation == "adjacent":
@@ -75,7 +81,14 @@ class Bench:
             self._peer.hold(self._at, nbytes)
 
     def sample(self) -> float:
-        """Nanoseconds of a pair."""
+        """Nanoseconds of a pair.
+
+        What splits a mapping takes half as long again where that fills a node of the kernel's tree,
+        so each sample finds the tree in another state: its neighbours have another number.
+        """
+        if self._margin:
+            self._margin += 2 * PAGE
+            protect(self._margin, PAGE, mmap.PROT_READ)
         if not self._loops:
             self._loops = calibrated(self._pairs, BUDGET_NS)
         return self._pairs(self._loops)

@@ -11,10 +11,10 @@
 
 /*
  * Where VMAs are short the longest runs get them: they cost the kernel most to copy.
- * Else every run is marked. On 6.18 a mark pays from three base pages on and costs 1 to
- * 3 us a fork more than the copy of one; but in a transparent huge page, which nothing
- * tells from the others, a single page that is left costs 50 us
- * (benchmarks/break_even.py).
+ * Else every run is marked. On 6.18 a mark pays from two base pages on, from four with
+ * what the child reserves of their addresses; one page costs 1 to 3 us a fork more than
+ * its copy. But in a transparent huge page, which nothing tells from the others, a
+ * single page that is left costs 50 us (benchmarks/break_even.py).
  */
 static const size_t page_steps[] = { 4096, 256, 16, 1 };
 

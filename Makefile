@@ -168,7 +168,6 @@ $(FIGURES): pyproject.toml Makefile | $(BUILT)
 	@$(INSTALL) 'rdmafork[bench,mpi]'
 	@touch $@
 
-
 bench: $(BUILT) $(FIGURES)	## every benchmark in full, its JSON and its figures in benchmarks/results
 	@failed=0; for name in $(BENCHMARKS); do \
 		[ $$name = mpi ] && run='$(MPIRUN)' || run=; \

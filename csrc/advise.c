@@ -186,9 +186,24 @@ static bool to_mark_now(const struct rf_range *range)
 	return rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
 }
 
+static bool is_fresh(const struct rf_range *range)
+{
+	return range->flags & RF_RANGE_FRESH;
+}
+
 static bool is_fresh_but_shared(const struct rf_range *range)
 {
-	return rf_advise_is_fresh(range) && range->nature == RF_NATURE_SHARED;
+	return is_fresh(range) && range->nature == RF_NATURE_SHARED;
+}
+
+void rf_advise_unmark_fresh(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
+{
+	struct rf_run run;
+
+	for (; rf_advise_next_run(advisor, start, end, is_fresh, &run); start = run.end) {
+		rf_ranges_set_mark(&advisor->ranges, run.start, run.end, true);
+		rf_advise_unmark(advisor, run.start, run.end);
+	}
 }
 
 /* A run about to be marked may not take the process past its share of VMAs. */
@@ -282,22 +297,15 @@ int rf_advise_is_shared(struct rf_advisor *advisor, uintptr_t start, uintptr_t e
 
 static void undo(struct rf_advisor *advisor, struct rf_slot *slot)
 {
-	struct rf_ranges *ranges = &advisor->ranges;
-	uintptr_t start, end, at;
-	struct rf_run run;
+	uintptr_t start, end;
 
 	rf_advise_extent(advisor, slot, &start, &end);
 	rf_advise_uncount(advisor, slot, start, end);
-	for (at = start; rf_advise_next_run(advisor, at, end, rf_advise_is_fresh, &run);
-	     at = run.end) {
-		/* Marked or not: madvise() advises part of a range before it refuses. */
-		rf_ranges_set_mark(ranges, run.start, run.end, true);
-		rf_advise_unmark(advisor, run.start, run.end);
-	}
+	rf_advise_unmark_fresh(advisor, start, end);
 	/* What waited to be unmarked before waits again, or is gone, all of it. */
 	rf_advise_widen(advisor, &start, &end);
 	rf_advise_unmark_runs(advisor, start, end, rf_range_is_unwanted);
-	rf_ranges_tidy(ranges, start, end);
+	rf_ranges_tidy(&advisor->ranges, start, end);
 	slot->start_shift = 0;
 	slot->end_shift = 0;
 }
@@ -351,7 +359,7 @@ static int count_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, uint
 {
 	bool held = slot->flags & RF_SLOT_HELD;
 
-	rf_advise_count(advisor, slot, start, end, 0);
+	rf_advise_count(advisor, slot, start, end);
 	if (forking && advisor->policy == RF_OMIT)
 		return -EINVAL;
 	if (forking)
@@ -392,13 +400,12 @@ static int finish(struct rf_advisor *advisor, struct rf_slot *slot, bool forking
 
 	if (rc == -EINVAL && advisor->policy == RF_OMIT)
 		rc = ask_and_mark(advisor, slot, forking, error);
+	rf_advise_extent(advisor, slot, &start, &end);
 	if (rc < 0) {
-		rf_advise_extent(advisor, slot, &start, &end);
 		rc = rf_advise_explain(advisor, start, end, rc, error);
 		undo(advisor, slot);
 		return rc;
 	}
-	rf_advise_extent(advisor, slot, &start, &end);
 	/* Only now: a failure leaves no doubt about what others hold. */
 	if (doubt_of(slot)) {
 		rf_ranges_set_flags(&advisor->ranges, start, end, RF_RANGE_DOUBT, 0);
@@ -430,7 +437,7 @@ static __attribute__((noinline)) int mark_refused(struct rf_advisor *advisor, st
 	uintptr_t start, end;
 
 	rf_advise_extent(advisor, slot, &start, &end);
-	rf_advise_count(advisor, slot, start, end, 0);
+	rf_advise_count(advisor, slot, start, end);
 	rf_advise_set_fresh(advisor, &run);
 	return finish(advisor, slot, false, rc, error);
 }

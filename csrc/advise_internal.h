@@ -24,10 +24,8 @@ bool rf_advise_next_run(const struct rf_advisor *advisor, uintptr_t at, uintptr_
 /* What of @run bears no mark is to be marked by the operation under way, which may fail. */
 void rf_advise_set_fresh(struct rf_advisor *advisor, const struct rf_run *run);
 
-static inline bool rf_advise_is_fresh(const struct rf_range *range)
-{
-	return range->flags & RF_RANGE_FRESH;
-}
+/* It has failed. Marked or not: madvise() advises part of a range before it refuses. */
+void rf_advise_unmark_fresh(struct rf_advisor *advisor, uintptr_t start, uintptr_t end);
 
 static inline int rf_advise_call(struct rf_advisor *advisor, uintptr_t start, uintptr_t end,
 				 int advice)
@@ -60,7 +58,7 @@ int rf_advise_ask_ends(struct rf_advisor *advisor, struct rf_slot *slot);
  * beyond [@start, @end), which it took before. The ranges are the caller's to tidy.
  */
 void rf_advise_count(struct rf_advisor *advisor, const struct rf_slot *slot, uintptr_t start,
-		     uintptr_t end, uint8_t flags);
+		     uintptr_t end);
 void rf_advise_uncount(struct rf_advisor *advisor, const struct rf_slot *slot, uintptr_t start,
 		       uintptr_t end);
 void rf_advise_extend(struct rf_advisor *advisor, const struct rf_slot *slot, uintptr_t start,

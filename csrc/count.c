@@ -34,9 +34,9 @@ static void change_gaps(struct rf_advisor *advisor, const struct rf_slot *slot, 
 }
 
 void rf_advise_count(struct rf_advisor *advisor, const struct rf_slot *slot, uintptr_t start,
-		     uintptr_t end, uint8_t flags)
+		     uintptr_t end)
 {
-	rf_ranges_add(&advisor->ranges, start, end, flags);
+	rf_ranges_add(&advisor->ranges, start, end, 0);
 	change_gaps(advisor, slot, start, end, add);
 }
 

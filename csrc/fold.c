@@ -131,7 +131,7 @@ void rf_advise_count_all_waiting(struct rf_advisor *advisor, struct rf_registry 
 			continue;
 		if (!count_planned(advisor, slot, 0)) {
 			rf_advise_extent(advisor, slot, &start, &end);
-			rf_advise_count(advisor, slot, start, end, 0);
+			rf_advise_count(advisor, slot, start, end);
 			rf_ranges_tidy(&advisor->ranges, start, end);
 		}
 		rf_registry_count(registry, slot);
@@ -176,8 +176,8 @@ static void note_marked(struct rf_advisor *advisor, const struct iovec *run)
 /* One run by itself. What the kernel refuses is its own to copy, but for what was marked. */
 static void mark_run(struct rf_advisor *advisor, struct batch *batch, const struct iovec *run)
 {
-	uintptr_t start = (uintptr_t)run->iov_base, end = start + run->iov_len, at;
-	struct rf_run whole = { .start = start, .end = end }, fresh;
+	uintptr_t start = (uintptr_t)run->iov_base, end = start + run->iov_len;
+	struct rf_run whole = { .start = start, .end = end };
 	int rc = rf_advise_call(advisor, start, end, MADV_DONTFORK);
 
 	if (rc >= 0) {
@@ -187,12 +187,7 @@ static void mark_run(struct rf_advisor *advisor, struct batch *batch, const stru
 	/* ENOMEM: the limit on older kernels, or somebody unmapped what he said he holds. */
 	batch->full = rc == -EAGAIN || ++batch->refused == REFUSALS;
 	rf_advise_set_fresh(advisor, &whole);
-	for (at = start; rf_advise_next_run(advisor, at, end, rf_advise_is_fresh, &fresh);
-	     at = fresh.end) {
-		/* It may have advised part of it. */
-		rf_ranges_set_mark(&advisor->ranges, fresh.start, fresh.end, true);
-		rf_advise_unmark(advisor, fresh.start, fresh.end);
-	}
+	rf_advise_unmark_fresh(advisor, start, end);
 }
 
 static void flush(struct rf_advisor *advisor, struct batch *batch)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "engine.h"
+#include "intercept.h"
 #include "kernel.h"
 #include "witness.h"
 
@@ -9,11 +10,20 @@ struct rf_engine rf_engine;
 
 int rf_enter_slowly(unsigned int flags)
 {
+	const uint64_t patience = (uint64_t)rf_engine.patience * 1000000000u;
+	uint64_t began = flags & RF_FORKING ? rf_sys_now() : 0;
+
 	if (rf_lock_is_mine(&rf_engine.lock))
 		return -EDEADLK;
 	if (flags & RF_NOWAIT)
 		return -EAGAIN;
-	rf_lock_take(&rf_engine.lock);
+	while (!rf_lock_wait(&rf_engine.lock)) {
+		if (!rf_notice_child())
+			return -EDEADLK;
+		/* Whoever has it may wait for what a fork handler before ours has taken. */
+		if (flags & RF_FORKING && rf_sys_now() - began > patience)
+			return -ETIMEDOUT;
+	}
 	return 0;
 }
 
@@ -68,6 +78,7 @@ bool rf_become_child(void)
 		rf_clear();
 		__atomic_store_n(&engine->lock.word, 0, __ATOMIC_RELEASE);
 	}
+	rf_intercept_child();
 	__atomic_store_n(engine->alive, 1, __ATOMIC_RELEASE);
 	return true;
 }

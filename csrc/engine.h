@@ -35,6 +35,7 @@ struct rf_engine {
 	struct rf_lock lock;
 	uint64_t *alive;	/* 1; 0 once wiped; or the thread that makes it 1 again */
 	enum rf_mode mode;
+	unsigned int patience;	/* seconds a fork waits for the lock */
 	int window;		/* forks under way, atomic */
 	uint64_t begun;		/* forks ever, atomic; counted with their window open */
 	bool mode_inherited;	/* from the parent: a child may choose anew */
@@ -68,13 +69,19 @@ static inline bool rf_notice_child(void)
 	       rf_become_child();
 }
 
+/* In a fork handler: do not wait for ever. */
+#define RF_FORKING 0x80000000u
+
 /* The lock is taken: the engine is the caller's to wait for, or not. */
 int rf_enter_slowly(unsigned int flags);
 
 /* Forget what the parent had registered. */
 void rf_clear(void);
 
-/* 0, -EDEADLK in a signal handler inside the engine, -EAGAIN with RF_NOWAIT. */
+/*
+ * 0, -EDEADLK in a signal handler inside the engine, -EAGAIN with RF_NOWAIT, -ETIMEDOUT
+ * with RF_FORKING.
+ */
 static inline int rf_enter(unsigned int flags)
 {
 	if (rf_unlikely(!rf_notice_child()))

@@ -12,11 +12,18 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+/* How long a fork waits for the engine: longer than any call takes on the slowest machine. */
+#define PATIENCE 30
+
+/* What the child of the fork under way is to get back has been saved for it. */
+static __thread bool saved __attribute__((tls_model("initial-exec")));
+
 static void prepare(void)
 {
 	struct rf_engine *engine = &rf_engine;
 	uint64_t began = rf_sys_now();
 
+	saved = false;
 	(void)rf_notice_child();
 	rf_intercept_look(true);
 	__atomic_add_fetch(&engine->window, 1, __ATOMIC_SEQ_CST);
@@ -24,8 +31,11 @@ static void prepare(void)
 	rf_intercept_wait();
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
 		return;
-	if (rf_enter(0) < 0) {
-		/* A signal handler inside the engine: what waits is the kernel's to copy. */
+	if (rf_enter(RF_FORKING) < 0) {
+		/*
+		 * A signal handler inside the engine, or one in another thread that waits for
+		 * what this one has: what waits to be marked is the kernel's to copy.
+		 */
 		__atomic_add_fetch(&engine->forks_unprepared, 1, __ATOMIC_RELAXED);
 		rf_advise_unmark_all_shared(engine->advisor.kernel);
 		return;
@@ -36,6 +46,7 @@ static void prepare(void)
 	rf_advise_fold(&engine->advisor, &engine->registry);
 	rf_advise_retry(&engine->wiper);
 	rf_edges_save(&engine->edges);
+	saved = true;
 	rf_guards_plan(&engine->guards, &engine->advisor.ranges, &engine->edges);
 	rf_witness_fork(began);
 	rf_leave();
@@ -57,15 +68,11 @@ static uint64_t unwiped;
 static void child(void)
 {
 	unwiped = 0;
-	/*
-	 * Before anything here maps memory. A fork inside the engine has saved nothing: what
-	 * there may be is another's.
-	 */
-	if (!rf_lock_is_mine(&rf_engine.lock))
+	/* Before anything here maps memory. Else what there may be is another fork's. */
+	if (saved)
 		rf_edges_restore(&rf_engine.edges);
 	rf_guards_raise(&rf_engine.guards);
 	(void)rf_notice_child();
-	rf_intercept_child();
 	if (rf_witness_omits_devices())
 		rf_devices_omit(&rf_engine.descriptors);
 	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */
@@ -98,6 +105,7 @@ __attribute__((constructor)) static void install(void)
 		engine->alive = &unwiped;
 	*engine->alive = 1;
 	engine->generation = 1;
+	engine->patience = PATIENCE;
 	pthread_atfork(prepare, parent, child);
 	rf_witness_begin();
 }

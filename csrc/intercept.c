@@ -421,9 +421,10 @@ void rf_intercept_look(bool forking)
 
 static int enter(void)
 {
-	if (rf_lock_is_mine(&state.lock))
-		return -EDEADLK;
-	rf_lock_take(&state.lock);
+	do {
+		if (!rf_notice_child() || rf_lock_is_mine(&state.lock))
+			return -EDEADLK;
+	} while (!rf_lock_try(&state.lock) && !rf_lock_wait(&state.lock));
 	return 0;
 }
 

@@ -1,7 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "lock.h"
 
+#include <errno.h>
+
 #define SPINS 64
+#define WHILE_NS 100000000
 
 /* The futex is the half of the word that holds the waiters' bit. */
 static const uint32_t *futex_of(const struct rf_lock *lock)
@@ -11,14 +14,14 @@ static const uint32_t *futex_of(const struct rf_lock *lock)
 	return halves + (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__);
 }
 
-void rf_lock_wait(struct rf_lock *lock)
+bool rf_lock_wait(struct rf_lock *lock)
 {
 	uint64_t word;
 	int spins;
 
 	for (spins = 0; spins < SPINS; spins++) {
 		if (!__atomic_load_n(&lock->word, __ATOMIC_RELAXED) && rf_lock_try(lock))
-			return;
+			return true;
 		__asm__ volatile("" ::: "memory");
 	}
 	for (;;) {
@@ -28,14 +31,16 @@ void rf_lock_wait(struct rf_lock *lock)
 			if (__atomic_compare_exchange_n(&lock->word, &word,
 							rf_lock_self() | RF_LOCK_WAITERS, false,
 							__ATOMIC_ACQUIRE, __ATOMIC_RELAXED))
-				return;
+				return true;
 			continue;
 		}
 		if (!(word & RF_LOCK_WAITERS) &&
 		    !__atomic_compare_exchange_n(&lock->word, &word, word | RF_LOCK_WAITERS, false,
 						 __ATOMIC_RELAXED, __ATOMIC_RELAXED))
 			continue;
-		rf_sys_futex_wait(futex_of(lock), (uint32_t)(word | RF_LOCK_WAITERS));
+		if (rf_sys_futex_wait(futex_of(lock), (uint32_t)(word | RF_LOCK_WAITERS),
+				      WHILE_NS) == -ETIMEDOUT)
+			return false;
 	}
 }
 

@@ -49,15 +49,13 @@ static inline bool rf_lock_try(struct rf_lock *lock)
 					   __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
 }
 
-/* The caller has seen that rf_lock_try() fails and that the lock is not its own. */
-void rf_lock_wait(struct rf_lock *lock);
+/*
+ * Take it, or wait for a while. The caller has seen that rf_lock_try() fails and that the
+ * lock is not its own. False: not taken. Nobody waits without looking up: a raw clone()'s
+ * child that goes on from here waits for a thread that it does not have.
+ */
+bool rf_lock_wait(struct rf_lock *lock);
 void rf_lock_wake(struct rf_lock *lock);
-
-static inline void rf_lock_take(struct rf_lock *lock)
-{
-	if (rf_unlikely(!rf_lock_try(lock)))
-		rf_lock_wait(lock);
-}
 
 static inline void rf_lock_drop(struct rf_lock *lock)
 {

@@ -254,7 +254,7 @@ struct rf_stats {
 	uint64_t madvise_calls;		/* since fork_init, process_madvise() included */
 	uint64_t query_calls;		/* questions asked of /proc */
 	uint64_t forks;			/* forks through libc seen by the handlers */
-	uint64_t forks_unprepared;	/* from a signal handler inside the engine */
+	uint64_t forks_unprepared;	/* inside the engine, or waiting for it in vain */
 	uint64_t engine_bytes;		/* memory the engine's tables take */
 	uint64_t ibv_ranges;		/* registrations that ibv_dontfork_range() made, live */
 	uint64_t ibv_calls;		/* of ibv_dontfork_range() and ibv_dofork_range() */

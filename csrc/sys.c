@@ -365,11 +365,12 @@ void rf_sys_yield(void)
 }
 
 /* Not failed by the tests: a futex may return early at any time anyway. */
-int rf_sys_futex_wait(const uint32_t *word, uint32_t expected)
+int rf_sys_futex_wait(const uint32_t *word, uint32_t expected, long ns)
 {
+	const struct timespec patience = { .tv_nsec = ns };
 	int rc;
 
-	KERNEL(rc, (int)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, NULL, NULL, 0));
+	KERNEL(rc, (int)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, &patience, NULL, 0));
 	return rc;
 }
 

@@ -105,7 +105,8 @@ uint64_t rf_sys_now(void);
 
 void rf_sys_yield(void);
 
-int rf_sys_futex_wait(const uint32_t *word, uint32_t expected);
+/* -ETIMEDOUT after @ns nanoseconds, less than a second. */
+int rf_sys_futex_wait(const uint32_t *word, uint32_t expected, long ns);
 int rf_sys_futex_wake(const uint32_t *word);
 
 /* RDMA_NLDEV_SYS_ATTR_COPY_ON_FORK: 0 or 1, negative when the kernel does not say. */

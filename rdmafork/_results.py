@@ -63,7 +63,7 @@ class Stats(NamedTuple):
     madvise_calls: int  #: system calls made, since the process began
     query_calls: int  #: questions asked of /proc
     forks: int  #: through libc, since fork_init()
-    forks_unprepared: int  #: of these, by a signal handler that interrupted the engine
+    forks_unprepared: int  #: beside these, inside the engine, or after waiting for it in vain
     engine_bytes: int  #: memory the engine's own tables take
     ibv_ranges: int  #: registrations made by others through ibv_dontfork_range(), live
     ibv_calls: int  #: of ibv_dontfork_range() and ibv_dofork_range(), that came here

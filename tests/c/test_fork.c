@@ -516,6 +516,154 @@ static void threads_fork_and_register_eagerly(void)
 	threads_fork(RF_MODE_EAGER, false);
 }
 
+/* ---- Threads that another waits for ---- */
+
+static bool holding, let_go;
+
+static void await(const bool *flag)
+{
+	while (!__atomic_load_n(flag, __ATOMIC_SEQ_CST))
+		usleep(1000);
+}
+
+static void set(bool *flag)
+{
+	__atomic_store_n(flag, true, __ATOMIC_SEQ_CST);
+}
+
+/* In the middle of a call, as far as others can tell. */
+static void *hold_the_engine(void *unused)
+{
+	CHECK(rf_enter(0) == 0);
+	set(&holding);
+	await(&let_go);
+	rf_leave();
+	return unused;
+}
+
+static pid_t (*raw_fork)(void);
+static pthread_t interrupted;
+
+/* The child comes back from here, and waits on for a thread that it does not have. */
+static void raw_fork_in_handler(int number)
+{
+	int saved = errno;
+	pid_t child = raw_fork();
+
+	(void)number;
+	CHECK(child >= 0);
+	if (child) {
+		CHECK(check_wait(child) == 0);
+		set(&let_go);
+	} else {
+		check_alarm(30);
+	}
+	errno = saved;
+}
+
+/* When the other waits for the lock, and not before. */
+static void *interrupt_who_waits(void *unused)
+{
+	while (!(__atomic_load_n(&rf_engine.lock.word, __ATOMIC_SEQ_CST) & RF_LOCK_WAITERS))
+		usleep(1000);
+	CHECK(!pthread_kill(interrupted, SIGUSR1));
+	return unused;
+}
+
+static void a_raw_child_waits_for_no_thread_of_its_parent(void)
+{
+	struct sigaction action = { .sa_handler = raw_fork_in_handler, .sa_flags = SA_RESTART };
+	pthread_t holder, interrupter;
+	pid_t self = getpid();
+	struct rf_stats stats;
+
+	raw_fork = (pid_t(*)(void))dlsym(RTLD_DEFAULT, "_Fork");
+	if (!raw_fork || CHECK_TSAN)
+		check_skip("no _Fork() here");
+	check_start(best_mode());
+	check_register(check_map(1), check_page, RF_HELD);
+	sigaction(SIGUSR1, &action, NULL);
+	interrupted = pthread_self();
+	CHECK(!pthread_create(&holder, NULL, hold_the_engine, NULL));
+	await(&holding);
+	CHECK(!pthread_create(&interrupter, NULL, interrupt_who_waits, NULL));
+	CHECK(rf_stats(&stats) == 0);
+	CHECK(stats.registrations == (getpid() == self));
+	if (getpid() != self) {
+		check_works();
+		_exit(0);
+	}
+	CHECK(!pthread_join(holder, NULL) && !pthread_join(interrupter, NULL));
+}
+
+/*
+ * A library that holds its lock from prepare on, as libc itself does before glibc 2.36, and
+ * a signal handler that forks inside the engine: each would wait for the other.
+ */
+static pthread_mutex_t another_lock = PTHREAD_MUTEX_INITIALIZER;
+static bool locked;
+
+static void lock_another(void)
+{
+	pthread_mutex_lock(&another_lock);
+	set(&locked);
+}
+
+static void unlock_another(void)
+{
+	pthread_mutex_unlock(&another_lock);
+}
+
+static void *fork_inside_the_engine(void *unused)
+{
+	CHECK(rf_enter(0) == 0);
+	set(&holding);
+	await(&locked);
+	check_fork();
+	rf_leave();
+	return unused;
+}
+
+static void a_fork_waits_for_the_engine_but_not_for_ever(void)
+{
+	char *memory = check_map(1);
+	struct rf_handle mine;
+	struct rf_stats stats;
+	pthread_t thread;
+	pid_t child;
+	int status;
+
+	setenv("RDMAFORK_EDGES", "whole", 1);
+	check_start(RF_MODE_EAGER);
+	rf_engine.patience = 1;
+	mine = check_register(memory + 100, 100, RF_HELD);
+	memory[0] = 1;
+	check_fork();
+	memory[0] = 2;
+	pthread_atfork(outside_0, outside_1, outside_2);
+	outside[0] = lock_another;
+	outside[1] = unlock_another;
+	outside[2] = unlock_another;
+	CHECK(!pthread_create(&thread, NULL, fork_inside_the_engine, NULL));
+	await(&holding);
+	child = fork();
+	if (!child) {
+		outside[0] = outside[1] = outside[2] = NULL;
+		check_inherited(mine);
+		check_works();
+		signal(SIGSEGV, SIG_DFL);
+		/* Nothing was saved for it: the byte may be gone, but is not an older one. */
+		_exit(*(volatile char *)memory == 1);
+	}
+	status = check_wait(child);
+	CHECK(status == 0 || status == -SIGSEGV, "%d", status);
+	CHECK(!pthread_join(thread, NULL));
+	outside[0] = outside[1] = outside[2] = NULL;
+	CHECK(rf_stats(&stats) == 0 && stats.forks_unprepared == 2 && !rf_engine.window);
+	check_release(mine);
+	check_works();
+}
+
 /* ---- Signals ---- */
 
 static void set_timer(void);
@@ -644,6 +792,8 @@ int main(int argc, char **argv)
 		SCENARIO(processes_that_share_memory_change_nothing),
 		SCENARIO(threads_fork_and_register_lazily),
 		SCENARIO(threads_fork_and_register_eagerly),
+		SCENARIO(a_raw_child_waits_for_no_thread_of_its_parent),
+		SCENARIO(a_fork_waits_for_the_engine_but_not_for_ever),
 		SCENARIO(a_timer_forks_in_a_storm),
 		SCENARIO(a_timer_registers_in_a_storm),
 	};

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <linux/netlink.h>
+#include <pthread.h>
 #include <sched.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -65,6 +66,15 @@ static int injected(void)
 		if ((result) == -1)          \
 			(result) = -errno;   \
 		errno = saved_;              \
+	} while (0)
+
+/* The same of what libc makes a point of cancellation. */
+#define KERNEL_UNCANCELLED(result, call)                                 \
+	do {                                                             \
+		int state_;                                              \
+		pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &state_); \
+		KERNEL(result, call);                                    \
+		pthread_setcancelstate(state_, NULL);                    \
 	} while (0)
 
 int rf_sys_madvise(uintptr_t start, size_t nbytes, int advice)
@@ -185,7 +195,7 @@ int rf_sys_open(const char *path, int access)
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, open(path, flags[access] | O_CLOEXEC, 0666));
+	KERNEL_UNCANCELLED(rc, open(path, flags[access] | O_CLOEXEC, 0666));
 	return rc;
 }
 
@@ -195,7 +205,7 @@ ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes)
 
 	RETURN_IF_INJECTED();
 	do {
-		KERNEL(rc, read(fd, buffer, nbytes));
+		KERNEL_UNCANCELLED(rc, read(fd, buffer, nbytes));
 	} while (rc == -EINTR);
 	return rc;
 }
@@ -206,7 +216,7 @@ ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes)
 
 	RETURN_IF_INJECTED();
 	do {
-		KERNEL(rc, write(fd, buffer, nbytes));
+		KERNEL_UNCANCELLED(rc, write(fd, buffer, nbytes));
 	} while (rc == -EINTR);
 	return rc;
 }
@@ -237,7 +247,7 @@ int rf_sys_close(int fd)
 {
 	int rc;
 
-	KERNEL(rc, close(fd));
+	KERNEL_UNCANCELLED(rc, close(fd));
 	return rc;
 }
 
@@ -432,10 +442,10 @@ static int ask_rdma(int fd)
 	KERNEL(rc, setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)));
 	if (rc < 0)
 		return (int)rc;
-	KERNEL(rc, send(fd, &request, NLMSG_HDRLEN, 0));
+	KERNEL_UNCANCELLED(rc, send(fd, &request, NLMSG_HDRLEN, 0));
 	if (rc < 0)
 		return (int)rc;
-	KERNEL(rc, recv(fd, answer, sizeof(answer), 0));
+	KERNEL_UNCANCELLED(rc, recv(fd, answer, sizeof(answer), 0));
 	if (rc < 0)
 		return (int)rc;
 	return copy_on_fork_of(answer, (size_t)rc);

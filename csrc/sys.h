@@ -2,8 +2,9 @@
 /*
  * The one seam to the kernel. Every function returns >= 0 or a negated errno
  * and leaves errno as it was: the callers run inside other people's malloc and
- * fork. All of them are safe in a signal handler. Tests count and fail these
- * calls one by one (RF_TESTING).
+ * fork. All of them are safe in a signal handler, and none is a point of
+ * cancellation: a thread that ended here would take a lock along. Tests count and
+ * fail these calls one by one (RF_TESTING).
  */
 #ifndef RF_SYS_H
 #define RF_SYS_H

@@ -664,6 +664,58 @@ static void a_fork_waits_for_the_engine_but_not_for_ever(void)
 	check_works();
 }
 
+static bool came_back;
+
+static void list_some(void)
+{
+	struct rf_range_info info;
+
+	CHECK(rf_list(&info, 1) >= 0);
+}
+
+static void omit_one(void)
+{
+	CHECK(rf_descriptor_omit(STDERR_FILENO, 0) == 0);
+	CHECK(rf_descriptor_release(STDERR_FILENO) == 0);
+}
+
+static void register_hole(void)
+{
+	struct rf_handle handle;
+	struct rf_error error;
+
+	CHECK(rf_register((void *)check_page, check_page, 0, RF_OMIT, &handle, &error) == -ENOMEM);
+}
+
+static void *cancelled_thread(void *act)
+{
+	/* At the next cancellation point: none in the engine. */
+	pthread_cancel(pthread_self());
+	(*(void (**)(void))act)();
+	set(&came_back);
+	pthread_testcancel();
+	return NULL;
+}
+
+static void a_cancelled_thread_does_not_take_the_lock_along(void)
+{
+	void (*acts[])(void) = { list_some, omit_one, register_hole };
+	struct rf_stats stats;
+	pthread_t thread;
+	void *result;
+	size_t i;
+
+	check_start(best_mode());
+	for (i = 0; i < COUNT_OF(acts); i++) {
+		came_back = false;
+		CHECK(!pthread_create(&thread, NULL, cancelled_thread, &acts[i]));
+		CHECK(!pthread_join(thread, &result) && result == PTHREAD_CANCELED);
+		CHECK(came_back, "%zu: cancelled inside the engine", i);
+		CHECK(rf_stats(&stats) == 0);
+	}
+	check_works();
+}
+
 /* ---- Signals ---- */
 
 static void set_timer(void);
@@ -794,6 +846,7 @@ int main(int argc, char **argv)
 		SCENARIO(threads_fork_and_register_eagerly),
 		SCENARIO(a_raw_child_waits_for_no_thread_of_its_parent),
 		SCENARIO(a_fork_waits_for_the_engine_but_not_for_ever),
+		SCENARIO(a_cancelled_thread_does_not_take_the_lock_along),
 		SCENARIO(a_timer_forks_in_a_storm),
 		SCENARIO(a_timer_registers_in_a_storm),
 	};

@@ -143,6 +143,9 @@ void rf_advise_settle(struct rf_advisor *advisor);
  */
 void rf_advise_unmark_all_shared(const struct rf_kernel *kernel);
 
+/* Unmark whatever is marked, counted or not: the caller is about to forget it. */
+void rf_advise_unmark_all(struct rf_advisor *advisor);
+
 /* Unmark what the kernel refused to before. */
 void rf_advise_retry_all(struct rf_advisor *advisor);
 

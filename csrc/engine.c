@@ -47,6 +47,18 @@ void rf_clear(void)
 	engine->ibv_unbalanced = 0;
 }
 
+void rf_clear_interrupted(void)
+{
+	struct rf_engine *engine = &rf_engine;
+
+	/* No handler has run: this does what it would have done. */
+	(void)rf_notice_child();
+	rf_advise_unmark_all(&engine->advisor);
+	rf_advise_unmark_all(&engine->wiper);
+	rf_wiped_keep(&engine->wiped);
+	rf_clear();
+}
+
 bool rf_become_child(void)
 {
 	struct rf_engine *engine = &rf_engine;

@@ -15,7 +15,8 @@
  * interrupted call, which goes on there too, leaves.
  *
  * A child that no handler sees (raw clone(), _Fork()) is noticed at its first
- * call: the word @alive lies in a page that is wiped at fork.
+ * call, or as the call that it was made in leaves: the word @alive lies in a page
+ * that is wiped at fork.
  */
 #ifndef RF_ENGINE_H
 #define RF_ENGINE_H
@@ -77,6 +78,8 @@ int rf_enter_slowly(unsigned int flags);
 
 /* Forget what the parent had registered. */
 void rf_clear(void);
+/* And take marks away: an interrupted call has gone on here, and made its own. */
+void rf_clear_interrupted(void);
 
 /*
  * 0, -EDEADLK in a signal handler inside the engine, -EAGAIN with RF_NOWAIT, -ETIMEDOUT
@@ -94,14 +97,21 @@ static inline int rf_enter(unsigned int flags)
 	}
 	/* A fork between the look at it in rf_leave() and the unlocking left it to us. */
 	if (rf_unlikely(rf_engine.clear_when_left))
-		rf_clear();
+		rf_clear_interrupted();
 	return 0;
+}
+
+/* Is what is left here the parent's? */
+static inline bool rf_is_to_clear(void)
+{
+	return rf_unlikely(rf_engine.clear_when_left) ||
+	       rf_unlikely(__atomic_load_n(rf_engine.alive, __ATOMIC_RELAXED) != 1);
 }
 
 static inline void rf_leave(void)
 {
-	if (rf_unlikely(rf_engine.clear_when_left))
-		rf_clear();
+	if (rf_is_to_clear())
+		rf_clear_interrupted();
 	rf_lock_drop(&rf_engine.lock);
 }
 

@@ -166,6 +166,15 @@ void rf_advise_retry_all(struct rf_advisor *advisor)
 	}
 }
 
+void rf_advise_unmark_all(struct rf_advisor *advisor)
+{
+	struct rf_run run;
+	uintptr_t at;
+
+	for (at = 0; rf_advise_next_run(advisor, at, UINTPTR_MAX, is_marked, &run); at = run.end)
+		rf_advise_unmark(advisor, run.start, run.end);
+}
+
 static bool is_over_budget(const struct rf_advisor *advisor)
 {
 	return rf_advise_edges(advisor) > advisor->vma_budget;

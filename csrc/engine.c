@@ -39,6 +39,9 @@ void rf_clear(void)
 	rf_index_clear(&engine->ibv_ranges);
 	rf_witness_clear();
 	engine->mode_inherited = engine->mode != RF_MODE_NONE;
+	/* The parent was being started, perhaps: with nothing to show for it here. */
+	if (!engine->mode_inherited)
+		__atomic_store_n(&engine->environment_read, false, __ATOMIC_RELAXED);
 	engine->registered = false;
 	engine->clear_when_left = false;
 	engine->forks = 0;

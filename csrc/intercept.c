@@ -376,6 +376,16 @@ static void end_round(void)
 	__atomic_sub_fetch(&rounds, 1, __ATOMIC_SEQ_CST);
 }
 
+void rf_intercept_enter_loader(void)
+{
+	(void)begin_round(true);
+}
+
+void rf_intercept_leave_loader(void)
+{
+	end_round();
+}
+
 static void look_round(bool forking)
 {
 	unsigned long long loaded = 0;

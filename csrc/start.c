@@ -2,6 +2,7 @@
 #define _GNU_SOURCE /* secure_getenv(), dl_iterate_phdr() */
 #include "start.h"
 #include "engine.h"
+#include "intercept.h"
 #include "kernel.h"
 
 #include <dlfcn.h>
@@ -171,8 +172,11 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 	if (rc >= 0)
 		rc = edges_of_environment(&whole, error);
 	/* Outside the lock: the loader may be waiting for whoever holds it. */
-	if (rc >= 0)
+	if (rc >= 0) {
+		rf_intercept_enter_loader();
 		rc = refuse_second_engine(error);
+		rf_intercept_leave_loader();
+	}
 	if (rc < 0)
 		return rc;
 	rc = rf_enter(0);

@@ -716,6 +716,57 @@ static void a_cancelled_thread_does_not_take_the_lock_along(void)
 	check_works();
 }
 
+/* ---- A start that a fork does not wait for the end of ---- */
+
+static void *start_until_stopped(void *unused)
+{
+	struct rf_error error;
+
+	while (!__atomic_load_n(&stop, __ATOMIC_RELAXED))
+		CHECK(rf_fork_init(RF_MODE_AUTO, &error) == 0);
+	return unused;
+}
+
+/* dl_iterate_phdr() holds a lock that libc does not free in a child. */
+static void a_child_may_start_whatever_its_parent_was_starting(void)
+{
+	unsigned long i, many = check_scale(100);
+	struct rf_error error;
+	pthread_t thread;
+
+	CHECK(!pthread_create(&thread, NULL, start_until_stopped, NULL));
+	for (i = 0; i < many; i++) {
+		pid_t child = fork();
+
+		CHECK(child >= 0);
+		if (!child) {
+			check_alarm(10);
+			CHECK(rf_fork_init(RF_MODE_AUTO, &error) == 0);
+			check_works();
+			_exit(0);
+		}
+		CHECK(check_wait(child) == 0);
+	}
+	__atomic_store_n(&stop, true, __ATOMIC_RELAXED);
+	CHECK(!pthread_join(thread, NULL));
+}
+
+/* The environment is read, and the mode not yet stored, as another thread forks. */
+static void a_child_reads_the_environment_if_nothing_runs(void)
+{
+	pid_t child;
+
+	setenv("RDMAV_FORK_SAFE", "1", 1);
+	rf_engine.environment_read = true;
+	child = fork();
+	CHECK(child >= 0);
+	if (!child) {
+		check_works();
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
+}
+
 /* ---- Signals ---- */
 
 static void set_timer(void);
@@ -847,6 +898,8 @@ int main(int argc, char **argv)
 		SCENARIO(a_raw_child_waits_for_no_thread_of_its_parent),
 		SCENARIO(a_fork_waits_for_the_engine_but_not_for_ever),
 		SCENARIO(a_cancelled_thread_does_not_take_the_lock_along),
+		SCENARIO(a_child_may_start_whatever_its_parent_was_starting),
+		SCENARIO(a_child_reads_the_environment_if_nothing_runs),
 		SCENARIO(a_timer_forks_in_a_storm),
 		SCENARIO(a_timer_registers_in_a_storm),
 	};

@@ -440,7 +440,7 @@ static int enter(void)
 
 void rf_intercept_begin(void)
 {
-	state.on = true;
+	__atomic_store_n(&state.on, true, __ATOMIC_RELAXED);
 	/* Before its own constructors a libibverbs is asked nothing. */
 	rf_intercept_look(true);
 }
@@ -460,7 +460,7 @@ int rf_intercept_forward(void)
 	/* Called by itself, while it looks: a libibverbs is asked for its status. */
 	if (enter() < 0)
 		return 0;
-	state.on = true;
+	__atomic_store_n(&state.on, true, __ATOMIC_RELAXED);
 	go_round(false, true);
 	for (i = 0; i < state.count; i++)
 		if (state.copies[i].library.how == RF_LIBRARY_REFUSED &&
@@ -531,7 +531,7 @@ RF_API int rf_intercept(struct rf_error *error)
 	if (rc < 0)
 		return rc;
 	error->cause = RF_CAUSE_NONE;
-	state.on = true;
+	__atomic_store_n(&state.on, true, __ATOMIC_RELAXED);
 	go_round(false, true);
 	for (i = 0; i < state.count; i++) {
 		const struct rf_library *library = &state.copies[i].library;

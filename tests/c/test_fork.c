@@ -716,6 +716,42 @@ static void a_cancelled_thread_does_not_take_the_lock_along(void)
 	check_works();
 }
 
+/* Thread-local data goes when the thread has all but gone. */
+static char *leaving_memory;
+
+static void fork_and_register(void *unused)
+{
+	struct rf_handle mine = check_register(leaving_memory, check_page, RF_HELD);
+
+	(void)unused;
+	fork_and_check(mine, true);
+	check_release(mine);
+	set(&came_back);
+}
+
+static void *thread_with_data(void *key)
+{
+	CHECK(!pthread_setspecific(*(pthread_key_t *)key, leaving_memory));
+	return NULL;
+}
+
+static void a_thread_forks_as_it_ends(void)
+{
+	unsigned long i, many = check_scale(50);
+	pthread_key_t key;
+	pthread_t thread;
+
+	leaving_memory = check_map(1);
+	check_start(best_mode());
+	CHECK(!pthread_key_create(&key, fork_and_register));
+	for (i = 0; i < many; i++) {
+		came_back = false;
+		CHECK(!pthread_create(&thread, NULL, thread_with_data, &key));
+		CHECK(!pthread_join(thread, NULL) && came_back);
+	}
+	check_works();
+}
+
 /* ---- A start that a fork does not wait for the end of ---- */
 
 static void *start_until_stopped(void *unused)
@@ -898,6 +934,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_raw_child_waits_for_no_thread_of_its_parent),
 		SCENARIO(a_fork_waits_for_the_engine_but_not_for_ever),
 		SCENARIO(a_cancelled_thread_does_not_take_the_lock_along),
+		SCENARIO(a_thread_forks_as_it_ends),
 		SCENARIO(a_child_may_start_whatever_its_parent_was_starting),
 		SCENARIO(a_child_reads_the_environment_if_nothing_runs),
 		SCENARIO(a_timer_forks_in_a_storm),

@@ -12,12 +12,20 @@
 static char *common;
 static unsigned long rounds;
 static enum rf_mode mode;
+static bool may_keep;
+static int descriptor;
+
+int ibv_dontfork_range(void *base, size_t size);
+int ibv_dofork_range(void *base, size_t size);
 
 static void one_round(char *own, uint64_t *state, bool forking)
 {
 	struct rf_handle handles[HANDLES];
+	static const enum rf_policy policies[] = { RF_OMIT, RF_OMIT, RF_WIPE, RF_KEEP };
 	struct rf_range_info info[4];
+	struct rf_library library;
 	struct rf_stats stats;
+	struct rf_error error;
 	size_t i;
 
 	for (i = 0; i < HANDLES; i++) {
@@ -25,13 +33,28 @@ static void one_round(char *own, uint64_t *state, bool forking)
 		char *memory = *state >> 40 & 1 ? own : common;
 		size_t from = *state >> 41 & 15, pages = 1 + (*state >> 45 & 7);
 
-		handles[i] = check_register(memory + from * check_page + (*state >> 49 & 15),
-					    pages * check_page, *state >> 53 & 1 ? RF_HELD : 0);
+		enum rf_policy policy = policies[may_keep ? *state >> 54 & 3 : *state >> 54 & 1];
+
+		CHECK(rf_register(memory + from * check_page + (*state >> 49 & 15),
+				  pages * check_page, *state >> 53 & 1 ? RF_HELD : 0, policy,
+				  &handles[i], &error) == 1);
 	}
+	CHECK(ibv_dontfork_range(own + check_page, 3 * check_page) == 0);
 	CHECK(rf_stats(&stats) == 0 && stats.registrations >= HANDLES);
 	if (forking)
 		check_fork();
 	CHECK(rf_list(info, 4) > 0);
+	CHECK(rf_intercept(&error) == 0);
+	CHECK(rf_libraries(&library, 1) == 0 && rf_forks() + 1 > 0);
+	/* Not often: the sanitizer keeps something of each dlopen(). */
+	if (forking)
+		CHECK(rf_fork_init(RF_MODE_AUTO, &error) == 0);
+	if (*state >> 56 & 1)
+		CHECK(rf_descriptor_omit(descriptor, 0) == 0);
+	/* In parts, the middle one first. */
+	CHECK(ibv_dofork_range(own + 2 * check_page, check_page) == 0);
+	CHECK(ibv_dofork_range(own + check_page, check_page) == 0);
+	CHECK(ibv_dofork_range(own + 3 * check_page, check_page) == 0);
 	for (i = 0; i < HANDLES; i++) {
 		CHECK(rf_handle_state(handles[i * 5 % HANDLES]) == 1);
 		check_release(handles[i * 5 % HANDLES]);
@@ -56,17 +79,22 @@ static void stress(void)
 	pthread_t threads[THREADS];
 	uint64_t seeds[THREADS];
 	char *own[THREADS];
+	struct rf_kernel kernel;
 	size_t i;
 
 	rounds = check_scale(1500);
 	common = check_map(32);
 	check_start(mode);
+	rf_kernel_info(&kernel);
+	may_keep = kernel.copy_trusted;
+	descriptor = dup(STDERR_FILENO);
 	for (i = 0; i < THREADS; i++)
 		seeds[i] = check_random();
 	for (i = 0; i < THREADS; i++)
 		CHECK(!pthread_create(&threads[i], NULL, thread, &seeds[i]));
 	for (i = 0; i < THREADS; i++)
 		CHECK(!pthread_join(threads[i], (void **)&own[i]));
+	CHECK(rf_descriptor_release(descriptor) == 0);
 	check_fork();
 	check_empty();
 	CHECK(check_marked(common, 32) == 0);

@@ -172,10 +172,11 @@ bool rf_advise_next_run(const struct rf_advisor *advisor, uintptr_t at, uintptr_
 	if (!range || range->start >= end)
 		return false;
 	run->start = range->start;
-	run->unmarked = false;
+	run->unmarked = run->marked = false;
 	do {
 		run->end = range->end;
 		run->unmarked |= !range->mark;
+		run->marked |= range->mark;
 		range = rf_ranges_next(ranges, &cursor);
 	} while (range && range->start == run->end && range->start < end && belongs(range));
 	return true;
@@ -222,7 +223,7 @@ static int mark_now(struct rf_advisor *advisor, uintptr_t start, uintptr_t end, 
 
 	for (at = start; at < end && rf_advise_next_run(advisor, at, end, belongs, &run);
 	     at = run.end) {
-		if (run.unmarked && !has_room(advisor)) {
+		if (!run.marked && !has_room(advisor)) {
 			if (advisor->required)
 				return -EDQUOT;
 			if (held) {

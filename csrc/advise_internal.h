@@ -15,6 +15,7 @@ static inline bool has_no_gaps(const struct rf_slot *slot, uintptr_t start, uint
 struct rf_run {
 	uintptr_t start, end;
 	bool unmarked;		/* one of them bears no mark yet */
+	bool marked;		/* one of them bears its mark: marking all takes no VMA more */
 };
 
 /* The next run in [@at, @end) of ranges that @belongs() picks; false: none. */

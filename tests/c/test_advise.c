@@ -523,6 +523,46 @@ static void past_the_budget_nothing_is_claimed_where_copying_is_not_trusted(void
 	check_empty();
 }
 
+/*
+ * At the budget, where nothing more may be marked, memory mapped anew is: its mark, which
+ * is gone, is counted already, and what touches it takes no VMA more.
+ */
+static void at_the_budget_too_memory_mapped_anew_is_protected(void)
+{
+	char *memory = check_map(2 * PIECES), *at = memory + 4 * check_page;
+	struct rf_handle first, wider, other, pieces[PIECES];
+	struct rf_range_info info[PIECES];
+	ssize_t count;
+	size_t i, used = 0;
+
+	need_trust();
+	check_start(RF_MODE_EAGER);
+	rf_engine.advisor.vma_budget = 8;
+	first = check_register(at, 2 * check_page, 0);
+	for (i = 5; i < 12; i++)
+		pieces[used++] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
+	CHECK(rf_engine.advisor.ranges.mark_edges == 8);
+	CHECK(mmap(at, 2 * check_page, PROT_READ | PROT_WRITE,
+		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at);
+	CHECK(check_marked(at, 2) == 0);
+	wider = check_register(at, 4 * check_page, 0);
+	CHECK(check_marked(at, 4) == 4);
+	CHECK(rf_engine.advisor.ranges.mark_edges == 8);
+	/* What has no mark at all waits, and is not said to have one. */
+	other = check_register(memory, check_page, 0);
+	CHECK(check_marked(memory, 1) == 0);
+	count = rf_list(info, PIECES);
+	CHECK(count >= 2 && info[0].start == (uintptr_t)memory);
+	CHECK(info[0].protection == RF_BY_KERNEL && info[1].protection == RF_BY_ADVICE);
+	check_release(first);
+	check_release(wider);
+	check_release(other);
+	while (used)
+		check_release(pieces[--used]);
+	CHECK(check_marked(memory, 2 * PIECES) == 0);
+	check_empty();
+}
+
 /* Neighbours merged in one VMA, then every second one is given back. */
 static void releases_keep_to_the_budget_too(void)
 {
@@ -870,6 +910,7 @@ int main(int argc, char **argv)
 		SCENARIO(the_budget_is_kept_and_what_is_left_is_counted),
 		SCENARIO(the_fold_gives_vmas_to_the_longest),
 		SCENARIO(past_the_budget_nothing_is_claimed_where_copying_is_not_trusted),
+		SCENARIO(at_the_budget_too_memory_mapped_anew_is_protected),
 		SCENARIO(releases_keep_to_the_budget_too),
 		SCENARIO(a_release_at_the_kernels_limit_is_made_up_for),
 		SCENARIO(a_failure_does_not_forget_what_waits),

@@ -65,11 +65,6 @@ static bool window;		/* a fork is under way */
 static bool lingering;		/* a call failed: marks may wait for the next fork to take them */
 static bool shaken;		/* one failed in a fork: what was due may wait for the next */
 static bool ever_split;
-/*
- * Something was mapped anew. At the budget a mark may then be thought to be where none is:
- * who registers there again, and does not hold it, is not marked for want of room.
- */
-static bool ever_renewed;
 static struct rf_handle stale;
 
 static void tell(const char *format, ...)
@@ -232,7 +227,7 @@ static void check_pages(bool now_forked)
 		omitted += !!(flags & CHECK_DC);
 		wiped += !!(flags & CHECK_WF);
 	}
-	if (!now_forked || !certain || lingering || shaken || (tight && ever_renewed))
+	if (!now_forked || !certain || lingering || shaken)
 		return;
 	CHECK(rf_engine.advisor.ranges.marked_bytes == omitted * PAGE);
 	CHECK(rf_engine.wiper.ranges.marked_bytes == wiped * PAGE);
@@ -260,8 +255,7 @@ static void check_list(void)
 			size_t page = (at - ARENA) / PAGE;
 			unsigned int flags = check_flags_read((void *)at);
 
-			if (page >= PAGES || !pages[page].mapped || !is_certain(page) ||
-			    (tight && ever_renewed))
+			if (page >= PAGES || !pages[page].mapped || !is_certain(page))
 				continue;
 			/* What waits to be unmarked counts as marked. */
 			if (list[i].protection == RF_BY_ADVICE && !lingering)
@@ -498,7 +492,6 @@ static void map(size_t first, size_t count, bool shared)
 	CHECK(mmap((void *)address(first), count * PAGE, PROT_READ | PROT_WRITE,
 		   (shared ? MAP_SHARED : MAP_PRIVATE) | MAP_ANONYMOUS | MAP_FIXED, -1,
 		   0) == (void *)address(first));
-	ever_renewed |= now > 0;
 	now++;
 	ever_split |= shared;
 	for (page = first; page < first + count; page++) {
@@ -550,7 +543,6 @@ static void op_move(void)
 	pages[to] = pages[from];
 	pages[to].moved = moved;
 	pages[to].born = ++now;
-	ever_renewed = true;
 	pages[from] = (struct page){ .born = now, .doubted = pages[from].doubted };
 }
 
@@ -715,7 +707,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t nbytes)
 {
 	check_play(input, nbytes);
 	now = forked = 0;
-	lingering = shaken = ever_split = ever_renewed = false;
+	lingering = shaken = ever_split = false;
 	memset(pages, 0, sizeof(pages));
 	start();
 	map(0, PAGES, false);

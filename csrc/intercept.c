@@ -116,8 +116,7 @@ static struct copy *add_copy(const struct rf_object *object)
 	copy->start = object->start;
 	copy->end = object->end;
 	snprintf(copy->library.path, sizeof(copy->library.path), "%s", object->name);
-	snprintf(copy->soname, sizeof(copy->soname), "%s",
-		 object->soname ? object->strings + object->soname : "");
+	snprintf(copy->soname, sizeof(copy->soname), "%s", object->soname);
 	for (i = 0; i < NAMES; i++)
 		copy->entries[i] = rf_object_find(object, names[i]);
 	return copy;

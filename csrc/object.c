@@ -17,21 +17,70 @@
 #define IS_SLOT(type) ((void)(type), false)
 #endif
 
-/* glibc has relocated the addresses in the dynamic section, but in the vDSO's. */
-static const void *pointer(const struct rf_object *object, uintptr_t address)
+/* Bytes from @address to the end of the loaded segment it lies in, if that has @flags; else 0. */
+static size_t room_at(const struct rf_object *object, uintptr_t address, unsigned int flags)
 {
-	if (!address)
-		return NULL;
-	return (const void *)(address < object->base ? address + object->base : address);
+	size_t i;
+
+	for (i = 0; i < object->header_count; i++) {
+		const rf_elf_header *header = &object->headers[i];
+		uintptr_t offset = address - (object->base + header->p_vaddr);
+
+		if (header->p_type == PT_LOAD && offset < header->p_memsz)
+			return (header->p_flags & flags) == flags ? header->p_memsz - offset : 0;
+	}
+	return 0;
+}
+
+/*
+ * A table of items of @size bytes, and how many there is room for. glibc has relocated the
+ * addresses in the dynamic section, but in the vDSO's.
+ */
+static const void *table_at(const struct rf_object *object, uintptr_t address, size_t size,
+			    size_t *count)
+{
+	const uintptr_t mask = size < sizeof(address) ? size - 1 : sizeof(address) - 1;
+
+	if (address && address < object->base)
+		address += object->base;
+	*count = address && !(address & mask) ? room_at(object, address, PF_R) / size : 0;
+	return *count ? (const void *)address : NULL;
+}
+
+static const char *string_at(const struct rf_object *object, size_t offset)
+{
+	return offset < object->string_bytes ? object->strings + offset : "";
+}
+
+static void read_strings(struct rf_object *object, uintptr_t address, size_t nbytes)
+{
+	object->strings = table_at(object, address, 1, &object->string_bytes);
+	if (object->string_bytes > nbytes)
+		object->string_bytes = nbytes;
+	if (!object->string_bytes || object->strings[object->string_bytes - 1])
+		object->strings = NULL;
+	if (!object->strings)
+		object->string_bytes = 0;
+}
+
+/* At most @nbytes of them. */
+static const rf_elf_relocation *relocations_at(const struct rf_object *object, uintptr_t address,
+					       size_t nbytes, size_t *count)
+{
+	const rf_elf_relocation *table = table_at(object, address, sizeof(*table), count);
+
+	if (*count > nbytes / sizeof(*table))
+		*count = nbytes / sizeof(*table);
+	return table;
 }
 
 static void read_dynamic(struct rf_object *object)
 {
 	uintptr_t values[DT_NUM] = { 0 }, gnu_hash = 0;
-	const rf_elf_entry *entry;
-	size_t relative = 0;
+	const rf_elf_entry *entry = object->dynamic;
+	size_t relative = 0, i;
 
-	for (entry = object->dynamic; entry->d_tag != DT_NULL; entry++) {
+	for (i = 0; i < object->entry_count && entry->d_tag != DT_NULL; i++, entry++) {
 		if (entry->d_tag > 0 && entry->d_tag < DT_NUM)
 			values[entry->d_tag] = entry->d_un.d_ptr;
 		else if (entry->d_tag == DT_GNU_HASH)
@@ -39,19 +88,22 @@ static void read_dynamic(struct rf_object *object)
 		else if (entry->d_tag == DT_RELACOUNT)
 			relative = entry->d_un.d_val;
 	}
-	object->symbols = pointer(object, values[DT_SYMTAB]);
-	object->strings = pointer(object, values[DT_STRTAB]);
-	object->hash = pointer(object, values[DT_HASH]);
-	object->gnu_hash = pointer(object, gnu_hash);
-	object->calls = pointer(object, values[DT_JMPREL]);
-	object->others = pointer(object, values[DT_RELA]);
-	object->soname = values[DT_SONAME];
-	if (object->calls && values[DT_PLTREL] == DT_RELA)
-		object->call_count = values[DT_PLTRELSZ] / sizeof(*object->calls);
-	if (object->others)
-		object->other_count = values[DT_RELASZ] / sizeof(*object->others);
+	object->entry_count = i;
+	object->symbols = table_at(object, values[DT_SYMTAB], sizeof(*object->symbols),
+				   &object->symbol_count);
+	read_strings(object, values[DT_STRTAB], values[DT_STRSZ]);
+	object->hash = table_at(object, values[DT_HASH], sizeof(*object->hash),
+				&object->hash_words);
+	object->gnu_hash = table_at(object, gnu_hash, sizeof(*object->gnu_hash),
+				    &object->gnu_hash_words);
+	object->calls = relocations_at(object, values[DT_JMPREL],
+				       values[DT_PLTREL] == DT_RELA ? values[DT_PLTRELSZ] : 0,
+				       &object->call_count);
+	object->others = relocations_at(object, values[DT_RELA], values[DT_RELASZ],
+					&object->other_count);
+	object->soname = string_at(object, values[DT_SONAME]);
 	/* The relative ones come first, and are by far the most. */
-	if (relative <= object->other_count) {
+	if (relative && relative <= object->other_count) {
 		object->others += relative;
 		object->other_count -= relative;
 	}
@@ -59,18 +111,22 @@ static void read_dynamic(struct rf_object *object)
 
 bool rf_object_read(struct rf_object *object, const struct dl_phdr_info *info)
 {
+	uintptr_t dynamic = 0;
 	size_t i;
 
 	memset(object, 0, sizeof(*object));
 	object->name = info->dlpi_name;
 	object->base = info->dlpi_addr;
+	object->headers = info->dlpi_phdr;
+	object->header_count = info->dlpi_phnum;
 	object->start = UINTPTR_MAX;
+	object->soname = "";
 	for (i = 0; i < info->dlpi_phnum; i++) {
-		const ElfW(Phdr) *header = &info->dlpi_phdr[i];
+		const rf_elf_header *header = &info->dlpi_phdr[i];
 		uintptr_t start = object->base + header->p_vaddr, end = start + header->p_memsz;
 
 		if (header->p_type == PT_DYNAMIC)
-			object->dynamic = (const void *)start;
+			dynamic = start;
 		if (header->p_type == PT_GNU_RELRO) {
 			object->relro_start = start;
 			object->relro_end = end;
@@ -80,60 +136,83 @@ bool rf_object_read(struct rf_object *object, const struct dl_phdr_info *info)
 		object->start = start < object->start ? start : object->start;
 		object->end = end > object->end ? end : object->end;
 	}
+	object->dynamic = table_at(object, dynamic, sizeof(*object->dynamic),
+				   &object->entry_count);
 	if (object->dynamic)
 		read_dynamic(object);
 	return object->symbols && object->strings;
 }
 
-static bool is_definition(const struct rf_object *object, const rf_elf_symbol *symbol,
-			  const char *name)
+/* The symbol, if it defines that function. */
+static const rf_elf_symbol *definition(const struct rf_object *object, size_t index,
+				       const char *name)
 {
-	return symbol->st_shndx != SHN_UNDEF && symbol->st_value &&
-	       ELF64_ST_TYPE(symbol->st_info) == STT_FUNC &&
-	       !strcmp(object->strings + symbol->st_name, name);
+	const rf_elf_symbol *symbol;
+
+	if (index >= object->symbol_count)
+		return NULL;
+	symbol = object->symbols + index;
+	if (symbol->st_shndx != SHN_UNDEF && symbol->st_value &&
+	    ELF64_ST_TYPE(symbol->st_info) == STT_FUNC &&
+	    !strcmp(string_at(object, symbol->st_name), name))
+		return symbol;
+	return NULL;
 }
 
 /* DT_GNU_HASH: counts, a filter, buckets, and a chain of hashes that ends with an odd one. */
 static const rf_elf_symbol *find_by_gnu_hash(const struct rf_object *object, const char *name)
 {
-	const uint32_t *table = object->gnu_hash, *buckets, *chain;
-	uint32_t hash = 5381, bucket_count = table[0], first = table[1], index;
+	const uint32_t *table = object->gnu_hash;
+	const rf_elf_symbol *symbol;
+	size_t words = object->gnu_hash_words, buckets, chain, index;
+	uint32_t hash = 5381;
 	const char *c;
 
+	if (words < 4 || !table[0])
+		return NULL;
 	for (c = name; *c; c++)
 		hash = hash * 33 + (unsigned char)*c;
-	buckets = table + 4 + table[2] * sizeof(ElfW(Addr)) / sizeof(uint32_t);
-	chain = buckets + bucket_count;
-	index = bucket_count ? buckets[hash % bucket_count] : 0;
-	for (; index >= first && index; index++) {
-		if ((chain[index - first] | 1) == (hash | 1) &&
-		    is_definition(object, &object->symbols[index], name))
-			return &object->symbols[index];
-		if (chain[index - first] & 1)
-			break;
+	buckets = 4 + (size_t)table[2] * sizeof(ElfW(Addr)) / sizeof(*table);
+	chain = buckets + table[0];
+	if (chain > words)
+		return NULL;
+	index = table[buckets + hash % table[0]];
+	for (; index && index >= table[1] && index - table[1] < words - chain; index++) {
+		uint32_t other = table[chain + index - table[1]];
+
+		symbol = (other | 1) == (hash | 1) ? definition(object, index, name) : NULL;
+		if (symbol || other & 1)
+			return symbol;
 	}
 	return NULL;
 }
 
+/* A jump is written in a unit of that many bytes, which is looked at before. */
+#define CODE_BYTES 16
+
 uintptr_t rf_object_find(const struct rf_object *object, const char *name)
 {
 	const rf_elf_symbol *symbol = NULL;
-	uint32_t index;
+	uintptr_t address;
+	size_t index;
 
 	if (object->gnu_hash) {
 		symbol = find_by_gnu_hash(object, name);
-	} else if (object->hash) {
+	} else if (object->hash_words > 1) {
 		/* The number of chains is that of the symbols. */
-		for (index = 1; index < object->hash[1] && !symbol; index++)
-			if (is_definition(object, &object->symbols[index], name))
-				symbol = &object->symbols[index];
+		for (index = 1; index < object->hash[1] && index < object->symbol_count && !symbol;
+		     index++)
+			symbol = definition(object, index, name);
 	}
-	return symbol ? object->base + symbol->st_value : 0;
+	address = symbol ? object->base + symbol->st_value : 0;
+	return room_at(object, address, PF_R | PF_X) >= CODE_BYTES ? address : 0;
 }
 
 uintptr_t *rf_object_next_slot(const struct rf_object *object, size_t *at, const char **name)
 {
 	const rf_elf_relocation *relocation;
+	uintptr_t slot;
+	size_t symbol;
 
 	while (*at < object->call_count + object->other_count) {
 		if (*at < object->call_count)
@@ -141,12 +220,14 @@ uintptr_t *rf_object_next_slot(const struct rf_object *object, size_t *at, const
 		else
 			relocation = &object->others[*at - object->call_count];
 		++*at;
-		if (!ELF64_R_SYM(relocation->r_info) || relocation->r_addend ||
-		    !IS_SLOT(ELF64_R_TYPE(relocation->r_info)))
+		symbol = ELF64_R_SYM(relocation->r_info);
+		slot = object->base + relocation->r_offset;
+		if (!symbol || symbol >= object->symbol_count || relocation->r_addend ||
+		    !IS_SLOT(ELF64_R_TYPE(relocation->r_info)) || slot % sizeof(slot) ||
+		    room_at(object, slot, PF_R | PF_W) < sizeof(slot))
 			continue;
-		*name = object->strings +
-			object->symbols[ELF64_R_SYM(relocation->r_info)].st_name;
-		return (uintptr_t *)(object->base + relocation->r_offset);
+		*name = string_at(object, object->symbols[symbol].st_name);
+		return (uintptr_t *)slot;
 	}
 	return NULL;
 }
@@ -169,11 +250,11 @@ int rf_object_store(const struct rf_object *object, uintptr_t *slot, uintptr_t v
 
 bool rf_object_needs(const struct rf_object *object, const char *library)
 {
-	const rf_elf_entry *entry;
+	const rf_elf_entry *entry = object->dynamic;
 
-	for (entry = object->dynamic; entry->d_tag != DT_NULL; entry++)
+	for (; entry < object->dynamic + object->entry_count; entry++)
 		if (entry->d_tag == DT_NEEDED &&
-		    !strcmp(object->strings + entry->d_un.d_val, library))
+		    !strcmp(string_at(object, entry->d_un.d_val), library))
 			return true;
 	return false;
 }

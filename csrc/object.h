@@ -5,6 +5,10 @@
  *
  * Read in memory, in a callback of dl_iterate_phdr(), after which it may be unloaded.
  * DT_RELR and relative relocations name no symbols and are passed over.
+ *
+ * The loader has mapped the loaded segments. All else that the object says of itself may
+ * be wrong, as it never has to be right for a program that runs: what is read lies in
+ * those segments, or is not read.
  */
 #ifndef RF_OBJECT_H
 #define RF_OBJECT_H
@@ -17,27 +21,35 @@
 typedef ElfW(Sym) rf_elf_symbol;
 typedef ElfW(Rela) rf_elf_relocation;
 typedef ElfW(Dyn) rf_elf_entry;
+typedef ElfW(Phdr) rf_elf_header;
 
 struct rf_object {
 	const char *name;		/* its path; "" is the program */
 	uintptr_t base, start, end;	/* where it lies */
 	uintptr_t relro_start, relro_end;
+	const rf_elf_header *headers;
+	size_t header_count;
+	/* Tables, and how many items are there or could be; NULL and 0: none. */
 	const rf_elf_symbol *symbols;
-	const char *strings;
+	const char *strings;		/* the last is a NUL */
 	const uint32_t *gnu_hash, *hash;
 	const rf_elf_relocation *calls, *others;
-	size_t call_count, other_count;
-	size_t soname;			/* offset in strings, 0: none */
 	const rf_elf_entry *dynamic;
+	size_t symbol_count, string_bytes, gnu_hash_words, hash_words;
+	size_t call_count, other_count, entry_count;
+	const char *soname;		/* "": none */
 };
 
 /* False if it has no dynamic symbols. */
 bool rf_object_read(struct rf_object *object, const struct dl_phdr_info *info);
 
-/* The address of a function it defines; 0: none. */
+/* The address of a function it defines, in code that can be read; 0: none. */
 uintptr_t rf_object_find(const struct rf_object *object, const char *name);
 
-/* The next slot from *@at on, which begins as 0, and what it is for. NULL: no more. */
+/*
+ * The next slot from *@at on, which begins as 0, and what it is for. NULL: no more. Only
+ * what lies in a writable segment is one.
+ */
 uintptr_t *rf_object_next_slot(const struct rf_object *object, size_t *at, const char **name);
 
 /* Let a slot hold @value. 0, or what mprotect() says. */

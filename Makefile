@@ -78,6 +78,16 @@ FIXED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 PROC_LDFLAGS := $(addprefix -Wl$(,)--wrap=,rf_sys_open rf_sys_read rf_sys_close rf_sys_map_over \
 	socket setsockopt send recv)
 
+# What test_intercept loads: libraries with the shape of libibverbs, as they are linked.
+STANDINS := slots relro direct
+standin_slots := -Wl,-z,lazy
+standin_relro := -Wl,-z,relro,-z,now
+standin_direct := -Wl,-Bsymbolic-functions
+
+build/ctest/standin-%.so: tests/standin.c Makefile
+	@mkdir -p $(@D)
+	@$(CC) -O2 -fPIC -shared -pthread $(standin_$*) $< -o $@
+
 debug_CFLAGS := -O1 -UNDEBUG
 release_CFLAGS := -O2 -DNDEBUG
 asan_CFLAGS := -O1 -UNDEBUG -fno-omit-frame-pointer \
@@ -99,6 +109,7 @@ build/ctest/$(1)/%.o: %.c Makefile
 build/ctest/$(1)/test_%: build/ctest/$(1)/tests/c/test_%.o $$($(1)_OBJECTS)
 	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$(LDFLAGS) -ldl -o $$@
 
+build/ctest/$(1)/test_intercept: | $$(STANDINS:%=build/ctest/standin-%.so)
 build/ctest/$(1)/fuzz_proc: private LDFLAGS += $$(PROC_LDFLAGS)
 # What fuzzing has found, or is to begin with, played again.
 build/ctest/$(1)/fuzz_%: build/ctest/$(1)/tests/fuzz/fuzz_%.o \

@@ -204,19 +204,12 @@ static bool is_patched(const struct copy *copy)
 	return true;
 }
 
-static int patch(const struct copy *copy)
+/* They are open. */
+static int apply(const struct copy *copy, const struct rf_patch *patches)
 {
-	struct rf_patch patches[RANGE_NAMES];
 	size_t i, done;
 	int rc = 0;
 
-	if (is_patched(copy))
-		return 0;
-	for (i = 0; rc >= 0 && i < RANGE_NAMES; i++)
-		if (!copy->through_slots[i])
-			rc = rf_patch_plan(&patches[i], copy->entries[i], ours(i));
-	if (rc < 0)
-		return rc;
 	for (done = 0; rc >= 0 && done < RANGE_NAMES; done++) {
 		if (copy->through_slots[done])
 			continue;
@@ -227,6 +220,30 @@ static int patch(const struct copy *copy)
 	for (i = 0; rc < 0 && i < done; i++)
 		if (!copy->through_slots[i])
 			rf_patch_undo(&patches[i]);
+	return rc;
+}
+
+static int patch(const struct copy *copy)
+{
+	struct rf_patch patches[RANGE_NAMES];
+	size_t i, opened;
+	int rc = 0;
+
+	if (is_patched(copy))
+		return 0;
+	for (i = 0; rc >= 0 && i < RANGE_NAMES; i++)
+		if (!copy->through_slots[i])
+			rc = rf_patch_plan(&patches[i], copy->entries[i], ours(i));
+	if (rc < 0)
+		return rc;
+	for (opened = 0; rc >= 0 && opened < RANGE_NAMES; opened++)
+		if (!copy->through_slots[opened])
+			rc = rf_patch_open(&patches[opened]);
+	if (rc >= 0)
+		rc = apply(copy, patches);
+	for (i = 0; i < opened; i++)
+		if (!copy->through_slots[i])
+			rf_patch_shut(&patches[i]);
 	return rc;
 }
 
@@ -286,36 +303,126 @@ static bool may_rewrite(const struct rf_object *object, const struct copy *copy,
 	return object->start <= value && value < object->end && all_are_served();
 }
 
-static int rewrite_slots(struct dl_phdr_info *info, size_t size, void *data)
+/* Objects whose read-only slots can be written just now, by where they begin. */
+#define OPENED 128
+
+struct opened {
+	uintptr_t starts[OPENED];
+	size_t count;
+	size_t last;	/* of the names whose slots are rewritten now */
+};
+
+static bool is_open(const struct opened *opened, const struct rf_object *object)
 {
-	const size_t last = *(const size_t *)data;
-	struct rf_object object;
+	size_t i;
+
+	for (i = 0; i < opened->count; i++)
+		if (opened->starts[i] == object->start)
+			return true;
+	return false;
+}
+
+static int open_object(struct opened *opened, const struct rf_object *object)
+{
+	int rc;
+
+	if (is_open(opened, object))
+		return 0;
+	rc = opened->count < OPENED ? rf_object_open(object) : -ENOMEM;
+	if (rc >= 0)
+		opened->starts[opened->count++] = object->start;
+	return rc;
+}
+
+/* The next slot of @object that is to be rewritten, in @copy or where no libibverbs is. */
+static uintptr_t *next_to_rewrite(const struct rf_object *object, const struct copy *copy,
+				  size_t *at, size_t *i)
+{
 	const char *name = NULL;
-	struct copy *copy;
+	uintptr_t *slot, value;
+
+	while ((slot = rf_object_next_slot(object, at, &name))) {
+		*i = which(name);
+		if (*i == NAMES)
+			continue;
+		value = __atomic_load_n(slot, __ATOMIC_RELAXED);
+		if (value != ours(*i) && may_rewrite(object, copy, value))
+			return slot;
+	}
+	return NULL;
+}
+
+/* A libibverbs whose calls would come here by halves has none of them taken. */
+static int open_slots(struct dl_phdr_info *info, size_t size, void *data)
+{
+	struct rf_object object;
+	struct copy *copy, *called;
 	uintptr_t *slot;
-	size_t at = 0;
+	size_t i, at = 0;
 
 	(void)size;
 	if (!rf_object_read(&object, info) || rf_object_find(&object, "rf_abi"))
 		return 0;
 	copy = copy_at(object.start);
-	while ((slot = rf_object_next_slot(&object, &at, &name))) {
-		size_t i = which(name);
-		uintptr_t value;
-
-		if (i > last)
+	while ((slot = next_to_rewrite(&object, copy, &at, &i))) {
+		if (!rf_object_is_read_only(&object, slot) || open_object(data, &object) >= 0)
 			continue;
-		value = __atomic_load_n(slot, __ATOMIC_RELAXED);
-		if (value == ours(i) || !may_rewrite(&object, copy, value))
+		called = copy ? copy : copy_at(__atomic_load_n(slot, __ATOMIC_RELAXED));
+		/* Who calls one that has a jump comes here all the same. */
+		if (i >= RANGE_NAMES || !called ||
+		    (!copy && called->library.how == RF_LIBRARY_PATCHED))
 			continue;
-		if (rf_object_store(&object, slot, ours(i)) < 0 && copy && i < RANGE_NAMES) {
-			copy->library.how = RF_LIBRARY_REFUSED;
-			copy->library.why = RF_WHY_FORBIDDEN;
-		} else if (copy && copy->library.how == RF_LIBRARY_OURS && i < RANGE_NAMES) {
-			copy->library.how = RF_LIBRARY_REWRITTEN;
-		}
+		called->library.how = RF_LIBRARY_REFUSED;
+		called->library.why = RF_WHY_FORBIDDEN;
 	}
 	return 0;
+}
+
+static int rewrite_slots(struct dl_phdr_info *info, size_t size, void *data)
+{
+	const struct opened *opened = data;
+	struct rf_object object;
+	struct copy *copy;
+	uintptr_t *slot;
+	size_t i, at = 0;
+
+	(void)size;
+	if (!rf_object_read(&object, info) || rf_object_find(&object, "rf_abi"))
+		return 0;
+	copy = copy_at(object.start);
+	while ((slot = next_to_rewrite(&object, copy, &at, &i))) {
+		if (i > opened->last ||
+		    (rf_object_is_read_only(&object, slot) && !is_open(opened, &object)))
+			continue;
+		__atomic_store_n(slot, ours(i), __ATOMIC_RELEASE);
+		if (copy && copy->library.how == RF_LIBRARY_OURS && i < RANGE_NAMES)
+			copy->library.how = RF_LIBRARY_REWRITTEN;
+	}
+	return 0;
+}
+
+static int shut_slots(struct dl_phdr_info *info, size_t size, void *data)
+{
+	struct rf_object object;
+
+	(void)size;
+	if (rf_object_read(&object, info) && is_open(data, &object))
+		(void)rf_object_shut(&object);
+	return 0;
+}
+
+/* For all objects at once: those there are stay, as the loader's lock is held meanwhile. */
+static int rewrite_all(struct dl_phdr_info *info, size_t size, void *unused)
+{
+	struct opened opened = { .count = 0 };
+
+	(void)info, (void)size, (void)unused;
+	dl_iterate_phdr(open_slots, &opened);
+	/* Releases first. */
+	for (opened.last = 0; opened.last < NAMES; opened.last += NAMES - 1)
+		dl_iterate_phdr(rewrite_slots, &opened);
+	dl_iterate_phdr(shut_slots, &opened);
+	return 1;
 }
 
 /* Who loaded it, as far as that is written down. */
@@ -405,8 +512,8 @@ static void look_round(bool forking)
 		settled = settled && copy->settled;
 		dl_iterate_phdr(name_user, copy);
 	}
-	for (i = 0; state.count && i < NAMES; i += NAMES - 1)
-		dl_iterate_phdr(rewrite_slots, &i);
+	if (state.count)
+		dl_iterate_phdr(rewrite_all, NULL);
 	state.seen = settled ? loaded : 0;
 	state.changing = false;
 }

@@ -232,20 +232,33 @@ uintptr_t *rf_object_next_slot(const struct rf_object *object, size_t *at, const
 	return NULL;
 }
 
-int rf_object_store(const struct rf_object *object, uintptr_t *slot, uintptr_t value)
+/* The loader protects whole pages. */
+static uintptr_t page_of(uintptr_t address)
 {
-	const size_t page_size = getauxval(AT_PAGESZ);
-	uintptr_t page = (uintptr_t)slot & ~(page_size - 1);
-	bool read_only = object->relro_start <= (uintptr_t)slot &&
-			 (uintptr_t)slot < (object->relro_end & ~(page_size - 1));
-	int rc = read_only ? rf_sys_protect(page, page_size, PROT_READ | PROT_WRITE) : 0;
+	return address & ~(getauxval(AT_PAGESZ) - 1);
+}
 
-	if (rc < 0)
-		return rc;
-	__atomic_store_n(slot, value, __ATOMIC_RELEASE);
-	if (read_only)
-		(void)rf_sys_protect(page, page_size, PROT_READ);
-	return 0;
+bool rf_object_is_read_only(const struct rf_object *object, const uintptr_t *slot)
+{
+	return object->relro_start <= (uintptr_t)slot &&
+	       (uintptr_t)slot < page_of(object->relro_end);
+}
+
+static int protect(const struct rf_object *object, int protection)
+{
+	uintptr_t start = page_of(object->relro_start);
+
+	return rf_sys_protect(start, page_of(object->relro_end) - start, protection);
+}
+
+int rf_object_open(const struct rf_object *object)
+{
+	return protect(object, PROT_READ | PROT_WRITE);
+}
+
+int rf_object_shut(const struct rf_object *object)
+{
+	return protect(object, PROT_READ);
 }
 
 bool rf_object_needs(const struct rf_object *object, const char *library)

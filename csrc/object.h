@@ -52,8 +52,12 @@ uintptr_t rf_object_find(const struct rf_object *object, const char *name);
  */
 uintptr_t *rf_object_next_slot(const struct rf_object *object, size_t *at, const char **name);
 
-/* Let a slot hold @value. 0, or what mprotect() says. */
-int rf_object_store(const struct rf_object *object, uintptr_t *slot, uintptr_t value);
+/* Is it made read-only once the loader has filled it? */
+bool rf_object_is_read_only(const struct rf_object *object, const uintptr_t *slot);
+
+/* Let all such slots be written, and no more. 0, or what mprotect() says. */
+int rf_object_open(const struct rf_object *object);
+int rf_object_shut(const struct rf_object *object);
 
 /* Does it name @library as one it needs? */
 bool rf_object_needs(const struct rf_object *object, const char *library);

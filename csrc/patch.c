@@ -142,19 +142,6 @@ static bool exchange(uintptr_t unit, const unsigned char *before, const unsigned
 	return done;
 }
 
-static int write_code(uintptr_t unit, const unsigned char *before, const unsigned char *after)
-{
-	const size_t page_size = getauxval(AT_PAGESZ);
-	uintptr_t page = unit & ~(page_size - 1);
-	int rc = rf_sys_protect(page, page_size, PROT_READ | PROT_WRITE | PROT_EXEC);
-
-	if (rc < 0)
-		return rc;
-	rc = exchange(unit, before, after) ? 0 : -EBUSY;
-	(void)rf_sys_protect(page, page_size, PROT_READ | PROT_EXEC);
-	return rc;
-}
-
 #else
 
 const uintptr_t *rf_patch_compared(uintptr_t entry)
@@ -175,20 +162,37 @@ int rf_patch_plan(struct rf_patch *patch, uintptr_t entry, uintptr_t to)
 	return -ENOTSUP;
 }
 
-static int write_code(uintptr_t unit, const unsigned char *before, const unsigned char *after)
+static bool exchange(uintptr_t unit, const unsigned char *before, const unsigned char *after)
 {
 	(void)unit, (void)before, (void)after;
-	return -ENOTSUP;
+	return false;
 }
 
 #endif
 
+static int protect(const struct rf_patch *patch, int protection)
+{
+	const size_t page_size = getauxval(AT_PAGESZ);
+
+	return rf_sys_protect(patch->unit & ~(page_size - 1), page_size, protection);
+}
+
+int rf_patch_open(const struct rf_patch *patch)
+{
+	return protect(patch, PROT_READ | PROT_WRITE | PROT_EXEC);
+}
+
+void rf_patch_shut(const struct rf_patch *patch)
+{
+	(void)protect(patch, PROT_READ | PROT_EXEC);
+}
+
 int rf_patch_apply(const struct rf_patch *patch)
 {
-	return write_code(patch->unit, patch->before, patch->after);
+	return exchange(patch->unit, patch->before, patch->after) ? 0 : -EBUSY;
 }
 
 void rf_patch_undo(const struct rf_patch *patch)
 {
-	(void)write_code(patch->unit, patch->after, patch->before);
+	(void)exchange(patch->unit, patch->after, patch->before);
 }

@@ -33,7 +33,14 @@ const uintptr_t *rf_patch_compared(uintptr_t entry);
 /* Is there a jump to @to already? */
 bool rf_patch_leads(uintptr_t entry, uintptr_t to);
 
-/* Write it. What mprotect() says; -EBUSY: somebody else has changed the code. */
+/*
+ * Let its code be written, and no more. What mprotect() says: of several patches, all are
+ * opened before the first is written, as who cannot write one may not unwrite another.
+ */
+int rf_patch_open(const struct rf_patch *patch);
+void rf_patch_shut(const struct rf_patch *patch);
+
+/* Write it, while it is open. -EBUSY: somebody else has changed the code. */
 int rf_patch_apply(const struct rf_patch *patch);
 void rf_patch_undo(const struct rf_patch *patch);
 

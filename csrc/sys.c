@@ -8,6 +8,7 @@
 #include <linux/netlink.h>
 #include <pthread.h>
 #include <sched.h>
+#include <stdbool.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -21,10 +22,19 @@
 #ifdef RF_TESTING
 static unsigned long fail_at, faults, calls;
 static int fail_with;
+static bool fail_after;
 
 void rf_sys_fail(unsigned long nth, int error)
 {
 	fail_with = error;
+	fail_after = false;
+	__atomic_store_n(&fail_at, nth, __ATOMIC_SEQ_CST);
+}
+
+void rf_sys_fail_from(unsigned long nth, int error)
+{
+	fail_with = error;
+	fail_after = true;
 	__atomic_store_n(&fail_at, nth, __ATOMIC_SEQ_CST);
 }
 
@@ -44,6 +54,8 @@ static int injected(void)
 	if (!__atomic_load_n(&fail_at, __ATOMIC_SEQ_CST) ||
 	    __atomic_sub_fetch(&fail_at, 1, __ATOMIC_SEQ_CST))
 		return 0;
+	if (fail_after)
+		__atomic_store_n(&fail_at, 1, __ATOMIC_SEQ_CST);
 	__atomic_add_fetch(&faults, 1, __ATOMIC_SEQ_CST);
 	return fail_with;
 }

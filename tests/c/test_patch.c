@@ -30,6 +30,24 @@ static int plan(struct rf_patch *patch, int (*function)(void))
 	return rf_patch_plan(patch, (uintptr_t)function, (uintptr_t)elsewhere);
 }
 
+static int apply(const struct rf_patch *patch)
+{
+	int rc = rf_patch_open(patch);
+
+	if (rc < 0)
+		return rc;
+	rc = rf_patch_apply(patch);
+	rf_patch_shut(patch);
+	return rc;
+}
+
+static void undo(const struct rf_patch *patch)
+{
+	CHECK(rf_patch_open(patch) == 0);
+	rf_patch_undo(patch);
+	rf_patch_shut(patch);
+}
+
 static void check_there_and_back(int (*volatile function)(void), int value)
 {
 	struct rf_patch patch;
@@ -37,13 +55,13 @@ static void check_there_and_back(int (*volatile function)(void), int value)
 	CHECK(rf_patch_compared((uintptr_t)function) == &compared_word);
 	CHECK(plan(&patch, function) == 0);
 	CHECK(function() == value);
-	CHECK(rf_patch_apply(&patch) == 0);
+	CHECK(apply(&patch) == 0);
 	CHECK(function() == 77);
 	CHECK(rf_patch_leads((uintptr_t)function, (uintptr_t)elsewhere));
 	CHECK(!rf_patch_leads((uintptr_t)function, (uintptr_t)other_function));
-	CHECK(rf_patch_apply(&patch) == -EBUSY);
+	CHECK(apply(&patch) == -EBUSY);
 	CHECK(function() == 77);
-	rf_patch_undo(&patch);
+	undo(&patch);
 	CHECK(!rf_patch_leads((uintptr_t)function, (uintptr_t)elsewhere));
 	CHECK(function() == value);
 }
@@ -85,11 +103,11 @@ static void a_failure_changes_nothing(void)
 		rf_sys_fail(nth, EACCES);
 		rc = plan(&patch, function);
 		if (rc == 0)
-			rc = rf_patch_apply(&patch);
+			rc = apply(&patch);
 		rf_sys_fail(0, 0);
 		CHECK(function() == (rc < 0 ? 2 : 77));
 		if (rc == 0)
-			rf_patch_undo(&patch);
+			undo(&patch);
 		if (rf_sys_faults() == faults)
 			break;
 		faults = rf_sys_faults();

@@ -1,0 +1,160 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * Every system call that taking a libibverbs' calls makes fails, with every errno, alone and
+ * with all that follow. Then all its calls come here, or none: memory that it marks itself
+ * it unmarks itself.
+ */
+#include "check.h"
+#include "engine.h"
+
+#include <dlfcn.h>
+
+#define DONE 2 /* exit status: fewer calls were made */
+
+static const char *const kinds[] = { "slots", "relro", "direct" };
+
+/* Who notices it: whoever asks, or a fork, when it has been loaded meanwhile. */
+static bool by_fork;
+
+static struct {
+	int (*fork_init)(void);
+	int (*enter)(void *base, size_t size);
+	int (*leave)(void *base, size_t size);
+	int (*own_calls)(void);
+} library;
+
+static void *find(void *handle, const char *name)
+{
+	void *found = dlsym(handle, name);
+
+	CHECK(found, "%s", dlerror());
+	return found;
+}
+
+static void load(const char *kind)
+{
+	char path[64];
+	void *handle;
+
+	snprintf(path, sizeof(path), "build/ctest/standin-%s.so", kind);
+	handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+	CHECK(handle, "%s", dlerror());
+	*(void **)&library.fork_init = find(handle, "ibv_fork_init");
+	*(void **)&library.enter = find(handle, "standin_register");
+	*(void **)&library.leave = find(handle, "standin_release");
+	*(void **)&library.own_calls = find(handle, "standin_own_calls");
+}
+
+/* What it registers and releases is marked and unmarked, all by the engine or all by it. */
+static void check_whole(bool served)
+{
+	char *memory = check_map(4);
+	struct rf_stats before, now;
+	int own = library.own_calls();
+
+	CHECK(rf_stats(&before) == 0);
+	CHECK(served || library.fork_init() == 0);
+	CHECK(library.enter(memory + check_page, 2 * check_page) == 0);
+	CHECK(check_marked(memory, 4) == 2);
+	CHECK(library.leave(memory + check_page, 2 * check_page) == 0);
+	CHECK(check_marked(memory, 4) == 0, "it stays marked");
+	CHECK(rf_stats(&now) == 0);
+	CHECK(now.ibv_calls - before.ibv_calls == (served ? 2 : 0), "%lu of 2 calls came here",
+	      (unsigned long)(now.ibv_calls - before.ibv_calls));
+	CHECK(library.own_calls() - own == (served ? 0 : 2));
+	CHECK(now.ibv_unbalanced == before.ibv_unbalanced);
+}
+
+static void run_once(const char *kind, void (*fail)(unsigned long, int), unsigned long nth,
+		     int with)
+{
+	struct rf_library found = { .how = RF_LIBRARY_OURS };
+	unsigned long faults = rf_sys_faults();
+	struct rf_error error;
+	int rc = 0;
+
+	check_start(RF_MODE_EAGER);
+	if (by_fork)
+		CHECK(rf_intercept(&error) == 0);
+	load(kind);
+	fail(nth, with);
+	if (by_fork)
+		check_fork();
+	else
+		rc = rf_intercept(&error);
+	rf_sys_fail(0, 0);
+	if (by_fork)
+		rc = rf_intercept(&error);
+	faults = rf_sys_faults() - faults;
+	CHECK(rc == 1 || (rc == -ENOTSUP && error.cause == RF_CAUSE_LIBRARY && faults), "%d", rc);
+	CHECK(rf_libraries(&found, 1) == 1);
+	CHECK((found.how == RF_LIBRARY_REFUSED) == (rc < 0));
+	CHECK(rc == 1 || found.why == RF_WHY_FORBIDDEN, "%d", found.why);
+	CHECK(strstr(found.path, kind));
+	check_whole(rc == 1);
+	check_fork();
+	check_whole(rc == 1);
+	check_empty();
+	_exit(faults ? 0 : DONE);
+}
+
+static unsigned long fail_each(const char *kind, void (*fail)(unsigned long, int), int with)
+{
+	unsigned long nth;
+	int status;
+
+	for (nth = 1;; nth++) {
+		pid_t child = fork();
+
+		CHECK(child >= 0);
+		if (!child)
+			run_once(kind, fail, nth, with);
+		status = check_wait(child);
+		if (status == DONE)
+			return nth - 1;
+		CHECK(status == 0, "%s, call %lu with %s: %d", kind, nth, strerror(with), status);
+		CHECK(nth < 1000);
+	}
+}
+
+static void fail_all(void)
+{
+	static const int errors[] = { ENOMEM, EAGAIN, EINVAL, EPERM, EACCES };
+	unsigned long faults = 0;
+	size_t i, kind;
+
+	for (kind = 0; kind < COUNT_OF(kinds); kind++) {
+#if !defined(__x86_64__)
+		if (!strcmp(kinds[kind], "direct"))
+			continue;
+#endif
+		for (i = 0; i < COUNT_OF(errors); i++) {
+			faults += fail_each(kinds[kind], rf_sys_fail, errors[i]);
+			faults += fail_each(kinds[kind], rf_sys_fail_from, errors[i]);
+		}
+	}
+	CHECK(faults >= COUNT_OF(errors), "%lu faults", faults);
+	printf("        %lu faults\n", faults);
+	fflush(stdout);
+}
+
+static void its_calls_are_taken_all_or_none(void)
+{
+	fail_all();
+}
+
+static void noticed_by_a_fork_they_are_taken_all_or_none(void)
+{
+	by_fork = true;
+	fail_all();
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+		SCENARIO_SLOW(its_calls_are_taken_all_or_none),
+		SCENARIO_SLOW(noticed_by_a_fork_they_are_taken_all_or_none),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

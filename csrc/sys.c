@@ -8,6 +8,7 @@
 #include <linux/netlink.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -202,12 +203,15 @@ int rf_sys_open(const char *path, int access)
 {
 	static const int flags[] = {
 		[RF_READ] = O_RDONLY,
-		[RF_APPEND] = O_WRONLY | O_APPEND | O_CREAT,
+		[RF_APPEND] = O_WRONLY | O_APPEND | O_CREAT | O_NONBLOCK,
 	};
 	int rc;
 
 	RETURN_IF_INJECTED();
 	KERNEL_UNCANCELLED(rc, open(path, flags[access] | O_CLOEXEC, 0666));
+	/* Only to open it nobody waits: for the reader of a named pipe. */
+	if (rc >= 0 && access == RF_APPEND)
+		(void)!fcntl(rc, F_SETFL, O_APPEND);
 	return rc;
 }
 
@@ -222,14 +226,39 @@ ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes)
 	return rc;
 }
 
+/* A write that fails so raises a signal, which ends a program that has no use for it. */
+static int signal_of(ssize_t rc)
+{
+	if (rc == -EPIPE)
+		return SIGPIPE;
+	return rc == -EFBIG ? SIGXFSZ : 0;
+}
+
 ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes)
 {
+	const struct timespec now = { .tv_sec = 0 };
+	sigset_t raised, before, pending;
+	int saved = errno, taken;
 	ssize_t rc;
 
 	RETURN_IF_INJECTED();
+	sigemptyset(&raised);
+	sigaddset(&raised, SIGPIPE);
+	sigaddset(&raised, SIGXFSZ);
+	pthread_sigmask(SIG_BLOCK, &raised, &before);
+	sigpending(&pending);
 	do {
 		KERNEL_UNCANCELLED(rc, write(fd, buffer, nbytes));
 	} while (rc == -EINTR);
+	/* Ours, unless another of its kind waited before. */
+	if (signal_of(rc) && !sigismember(&pending, signal_of(rc))) {
+		sigemptyset(&raised);
+		sigaddset(&raised, signal_of(rc));
+		KERNEL_UNCANCELLED(taken, sigtimedwait(&raised, NULL, &now));
+		(void)taken;
+	}
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	errno = saved;
 	return rc;
 }
 

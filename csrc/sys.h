@@ -58,7 +58,7 @@ int rf_sys_map_over(uintptr_t start, size_t nbytes);
 #define RF_READ		0
 #define RF_READ_WRITE	1
 #define RF_NO_ACCESS	2
-#define RF_APPEND	3	/* of a file; made if it is not there */
+#define RF_APPEND	3	/* of a file; made if it is not there, not waited for */
 
 /* Private zeros, with that access, where nothing is mapped. -EEXIST: something is. */
 int rf_sys_map_at(uintptr_t start, size_t nbytes, int access);
@@ -70,6 +70,7 @@ ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned i
 
 int rf_sys_open(const char *path, int access);
 ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes);
+/* Without the signals that some failures raise. */
 ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes);
 int rf_sys_close(int fd);
 /* struct dirent64 of an open directory; 0: no more. */

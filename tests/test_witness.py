@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import PAGE, child, environment, fork_once, private_map, run, vm_flags
+from conftest import PAGE, SLOWNESS, child, environment, fork_once, private_map, run, vm_flags
 from standin import DIRECT, OTHER_CODE, Builder, load, works, x86_64
 
 import rdmafork
@@ -222,6 +223,39 @@ def test_a_report_that_cannot_be_written_is_nobody_s_concern(tmp_path):
     for path in (tmp_path / "none" / "report", "/proc/version", tmp_path):
         done = python("import sys; sys.exit(5)", env={"RDMAFORK_REPORT": str(path)})
         assert (done.returncode, done.stdout, done.stderr) == (5, b"", b"")
+
+
+def ends_as_ever(*arguments, **options):
+    done = execute([shutil.which("false")], *arguments, **options)
+    assert done.returncode == 1, done
+
+
+def test_a_report_that_cannot_be_finished_ends_nobody(tmp_path):
+    """By a signal, that is: those of a broken pipe and of a file's greatest size do."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    ends_as_ever({"RDMAFORK_REPORT": "-"}, capture_output=False, stderr=writing)
+    os.close(writing)
+    ends_as_ever({"RDMAFORK_REPORT": "/dev/full"})
+    path = tmp_path / "report"
+    path.touch()
+
+    def no_bytes():
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which Python ignores, and it is inherited
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    ends_as_ever({"RDMAFORK_REPORT": str(path)}, preexec_fn=no_bytes)
+    assert path.read_bytes() == b""
+
+
+def test_a_named_pipe_that_nobody_reads_is_not_waited_for(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    ends_as_ever({"RDMAFORK_REPORT": str(path)}, timeout=60 * SLOWNESS)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    ends_as_ever({"RDMAFORK_REPORT": str(path)})
+    assert json.loads(os.read(reading, 1 << 16))["rank"] is None
+    os.close(reading)
 
 
 def test_without_exec_nothing_is_reported(report):

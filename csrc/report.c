@@ -58,12 +58,16 @@ static bool is_wiped(const struct rf_engine *engine, uintptr_t start, uintptr_t 
 	return range && range->start <= start && range->mark;
 }
 
-/* A mark that may be gone and could not be made again says nothing. */
+/*
+ * A mark that may be gone and could not be made again says nothing, nor one that was refused
+ * and could not be taken back: it may be there or not.
+ */
 static bool is_marked(const struct rf_range *advised)
 {
 	const uint8_t doubted_and_due = RF_RANGE_DOUBT | RF_RANGE_DUE;
 
-	return advised->mark && (advised->flags & doubted_and_due) != doubted_and_due;
+	return advised->mark && !(advised->flags & RF_RANGE_RETRY) &&
+	       (advised->flags & doubted_and_due) != doubted_and_due;
 }
 
 /*
@@ -210,9 +214,11 @@ static void count_ranges(const struct rf_advisor *advisor, struct rf_stats *stat
 	     range = rf_ranges_next(ranges, &cursor)) {
 		if (!range->count) {
 			stats->unreleased_bytes += range->end - range->start;
-		} else if (rf_range_wants_mark(range) && !range->mark) {
+		} else if (rf_range_wants_mark(range) &&
+			   (!range->mark || range->flags & RF_RANGE_RETRY)) {
 			stats->left_ranges++;
 			stats->left_bytes += range->end - range->start;
+			stats->marked_bytes -= range->mark ? range->end - range->start : 0;
 		}
 	}
 }

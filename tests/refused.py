@@ -1,0 +1,57 @@
+"""The kernel refuses to a process what it grants to others: by seccomp(2), or there is no /proc."""
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+
+import pytest
+
+# numbers of system calls
+CALLS = {
+    "x86_64": {
+        "madvise": 28, "process_madvise": 440, "ioctl": 16, "process_vm_readv": 310, "mmap": 9,
+        "mprotect": 10, "mremap": 25, "io_uring_setup": 425, "dup3": 292, "openat": 257,
+        "socket": 41, "uname": 63, "readlink": 89, "clone": 56,
+    },
+    "aarch64": {
+        "madvise": 233, "process_madvise": 440, "ioctl": 29, "process_vm_readv": 270, "mmap": 222,
+        "mprotect": 226, "mremap": 216, "io_uring_setup": 425, "dup3": 24, "openat": 56,
+        "socket": 198, "uname": 160, "readlink": 78, "clone": 220,
+    },
+}  # fmt: skip
+DONTFORK, DOFORK, WIPEONFORK, KEEPONFORK = 10, 11, 18, 19
+PROCMAP_QUERY = 0xC0686611
+LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
+
+
+def refuse(call, number, *, argument=None, value=None):
+    """From here on call() fails with this errno in this process and its children.
+
+    argument, value: only where that argument's lower half has this value.
+    """
+    program = [(LOAD, 0, 0, 0), (EQUAL, 0, 1 if argument is None else 3, numbers()[call])]
+    if argument is not None:
+        program += [(LOAD, 0, 0, 16 + 8 * argument), (EQUAL, 0, 1, value)]
+    program += [(RETURN, 0, 0, 0x50000 | number), (RETURN, 0, 0, 0x7FFF0000)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    header = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not libc.prctl(38, 1, 0, 0, 0)
+    if libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(header)), 0, 0):
+        pytest.skip(f"no seccomp filter: {os.strerror(ctypes.get_errno())}")
+
+
+def numbers():
+    found = CALLS.get(platform.machine())
+    if not found:
+        pytest.skip("the numbers of system calls of another processor")
+    return found
+
+
+WITHOUT_PROC = ["unshare", "-m", "sh", "-ec", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
+
+REFUSALS = (errno.EPERM, errno.ENOSYS, errno.ENOMEM)

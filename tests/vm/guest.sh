@@ -33,6 +33,7 @@ fi
 
 cd "$checkout" || die "no $checkout"
 export PATH=$checkout/.venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+export RDMAFORK_TEST_GUEST=1
 export RDMAFORK_TEST_DEVICE=required RDMAFORK_TEST_SLOWNESS=20 RDMAFORK_TEST_OPS=1500 TMPDIR=/tmp
 unset INSIDE
 failed=0

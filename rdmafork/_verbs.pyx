@@ -8,8 +8,8 @@ the parent's, and no verbs call is made with the GIL held.
 Who closes what: a context knows its protection domains and a domain its regions,
 by address alone, and each holds its parent. So a parent that is closed closes its
 children first, and one that is collected has none any more. A child leaves its
-parent's set first thing in its __dealloc__, and with the GIL nothing comes before
-that: an address in the set is that of a living object. Calls under way in other
+parent's list first thing in its __dealloc__, and with the GIL nothing comes before
+that: what is in the list is a living object. Calls under way in other
 threads are counted, and waited for by who closes.
 
 A region is registered with the engine before libibverbs sees it. Where the engine
@@ -214,17 +214,22 @@ cdef object mtu_bytes(int mtu):
 
 # ---- Parents -------------------------------------------------------------------------
 
+cdef struct Link:
+    # In each child, so that to join its parent and to leave it takes no memory.
+    Link *before
+    Link *after
+    PyObject *child     # NULL: it is in no list
+
+
 @cython.internal
 @cython.no_gc_clear  # Its children leave it as they are deallocated.
 cdef class Parent:
     """What has children, and is used by several threads while one closes it."""
-    cdef set children       # addresses
+    cdef Link *children
+    cdef Link link          # in its own parent's
     cdef uint32_t generation
     cdef int users          # verbs calls under way on it or a child
     cdef bint open
-
-    def __cinit__(self):
-        self.children = set()
 
     def __reduce__(self):
         raise TypeError(f"a {type(self).__name__} cannot be pickled: it names a device's object")
@@ -284,22 +289,33 @@ cdef int close_children(Parent self) except -1:
     while True:
         wait_for_users(self)
         with cython.critical_section(self):
-            if not self.children:
+            if self.children == NULL:
                 return 0
-            child = <object><PyObject *><uintptr_t>next(iter(self.children))
+            child = <object>self.children.child
         child.close()
 
 
-cdef int add_child(Parent self, object child) except -1:
+cdef void add_child(Parent self, object child, Link *link) noexcept:
     with cython.critical_section(self):
-        self.children.add(<uintptr_t><PyObject *>child)
-    return 0
+        link.child = <PyObject *>child
+        link.before = NULL
+        link.after = self.children
+        if link.after != NULL:
+            link.after.before = link
+        self.children = link
 
 
-cdef int drop_child(Parent self, object child) except -1:
+cdef void drop_child(Parent self, Link *link) noexcept:
     with cython.critical_section(self):
-        self.children.discard(<uintptr_t><PyObject *>child)
-    return 0
+        if link.child == NULL:
+            return
+        link.child = NULL
+        if link.after != NULL:
+            link.after.before = link.before
+        if link.before != NULL:
+            link.before.after = link.after
+        else:
+            self.children = link.after
 
 
 cdef void enter_to_close(Parent self) noexcept:
@@ -377,7 +393,7 @@ cdef class Context(Parent):
         domain.context = self
         enter(self)
         try:
-            add_child(self, domain)
+            add_child(self, domain, &domain.link)
             with nogil:
                 domain.pd = verbs.alloc_pd(self.context)
                 error = errno
@@ -385,7 +401,7 @@ cdef class Context(Parent):
             domain.open = domain.pd != NULL
         finally:
             if not domain.open:
-                drop_child(self, domain)
+                drop_child(self, &domain.link)
             leave(self)
         if not domain.open:
             raise OSError(
@@ -469,10 +485,10 @@ cdef class ProtectionDomain(Parent):
         if self.context is None:
             return
         if not self.open or self.generation != rf_generation():
-            drop_child(self.context, self)
+            drop_child(self.context, &self.link)
             return
         enter_to_close(self.context)
-        drop_child(self.context, self)
+        drop_child(self.context, &self.link)
         with nogil:
             verbs.dealloc_pd(self.pd)
         leave(self.context)
@@ -522,7 +538,7 @@ cdef class ProtectionDomain(Parent):
             self.open = True
             raise
         if self.context is not None:
-            drop_child(self.context, self)
+            drop_child(self.context, &self.link)
         self.owner = None
 
     @property
@@ -564,11 +580,11 @@ cdef class ProtectionDomain(Parent):
             protect(region, RF_HELD, policy)
         enter(self)
         try:
-            add_child(self, region)
+            add_child(self, region, &region.link)
             error = pin(region)
         finally:
             if region.mr == NULL:
-                drop_child(self, region)
+                drop_child(self, &region.link)
             leave(self)
         if error:
             raise refusal(error, region)
@@ -691,6 +707,7 @@ cdef class MemoryRegion(Registration):
     device, lkey in this process's work requests, rkey in its peers'.
     """
     cdef ProtectionDomain domain
+    cdef Link link
     cdef ibv_mr *mr
     cdef unsigned int access_flags
 
@@ -703,10 +720,10 @@ cdef class MemoryRegion(Registration):
         if mr == NULL:
             return
         if self.slot.generation != rf_generation():
-            drop_child(self.domain, self)
+            drop_child(self.domain, &self.link)
             return
         enter_to_close(self.domain)
-        drop_child(self.domain, self)
+        drop_child(self.domain, &self.link)
         rc = unpin(mr)
         leave(self.domain)
         if rc and rc != EIO:
@@ -736,7 +753,7 @@ cdef class MemoryRegion(Registration):
                 unprotect(self)
             finally:
                 if self.mr == NULL:
-                    drop_child(self.domain, self)
+                    drop_child(self.domain, &self.link)
                 leave(self.domain)
         let_go(self, inherited)
 

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
  * Every system call of every operation fails once, with every errno that callers
- * tell apart. A call that fails leaves all as it was; one that succeeds really
- * protects; and in the end everything can be given back.
+ * tell apart and some that sandboxes and limits give. A call that fails leaves all
+ * as it was; one that succeeds really protects; and in the end everything can be
+ * given back.
  */
 #include "check.h"
 #include "engine.h"
@@ -397,7 +398,8 @@ static const struct operation *under_test;
 
 static void fail_every_call(void)
 {
-	static const int errors[] = { ENOMEM, EAGAIN, EINVAL, EPERM };
+	static const int errors[] = { ENOMEM, EAGAIN, EINVAL, EPERM,
+				      EACCES, ENOSYS, EMFILE, EIO };
 	size_t i, kinds = CHECK_TSAN ? 1 : COUNT_OF(errors);
 	unsigned long nth = 0, total = 0;
 	int status;
@@ -422,6 +424,8 @@ static void fail_every_call(void)
 		if (status == 77)
 			check_skip("no huge pages");
 	}
+	printf("        %lu faults\n", total);
+	fflush(stdout);
 	/* Where nothing is called nothing can fail: of these two that is the promise. */
 	CHECK(total || !strcmp(under_test->name, "stats") ||
 		      !strcmp(under_test->name, "register lazily"),

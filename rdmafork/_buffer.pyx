@@ -1,4 +1,4 @@
-# cython: language_level=3
+# cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
 """Memory of its own, made for registration.
 
 One reservation of address space: a guard, the pages, a guard.

@@ -1,4 +1,5 @@
 # cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
+# cython: auto_pickle=False
 """The engine for Python: buffers in, registrations out.
 
 binding=False makes plain built-in functions: a Python-like function costs its caller as

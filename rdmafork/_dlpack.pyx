@@ -1,4 +1,4 @@
-# cython: language_level=3
+# cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
 """The memory of a CPU tensor, through __dlpack__."""
 
 from cpython.pycapsule cimport PyCapsule_GetPointer
@@ -31,7 +31,7 @@ def borrow(tensor):
     """(capsule, address, nbytes) of a contiguous CPU tensor.
 
     The memory stays where it is while the capsule lives. TypeError: on another
-    device. BufferError: not contiguous.
+    device. BufferError: not contiguous, or no tensor at all.
     """
     kind, number = tensor.__dlpack_device__()
     kind = int(kind)
@@ -44,6 +44,8 @@ def borrow(tensor):
         tensor = tensor.detach()
     capsule = tensor.__dlpack__()
     cdef Tensor *dl = <Tensor *>PyCapsule_GetPointer(capsule, "dltensor")
+    if dl.ndim < 0 or (dl.ndim and dl.shape == NULL):
+        raise BufferError(f"cannot register a tensor of {dl.ndim} dimensions without a shape")
     shape = [dl.shape[i] for i in range(dl.ndim)]
     strides = [dl.strides[i] for i in range(dl.ndim)] if dl.strides != NULL else None
     count = 1

@@ -1,4 +1,5 @@
-# cython: language_level=3, freethreading_compatible=True
+# cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
+# cython: freethreading_compatible=True
 """Real pins without RDMA hardware, and what a fork() of them costs.
 
 An io_uring fixed buffer takes the same long-term pins on a process's pages as an

@@ -1,4 +1,4 @@
-# cython: language_level=3
+# cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
 """Devices through libibverbs: contexts, protection domains, memory regions.
 
 libibverbs.so.1 is opened when a device is first used, and what of it is declared

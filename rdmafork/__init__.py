@@ -97,9 +97,10 @@ if not os.environ.keys().isdisjoint(("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "RDMAFO
     _load_all()
 
 if os.environ.get("RDMAFORK_TRACE_FORKS", "0") not in ("", "0"):
-    from rdmafork import _trace
+    from rdmafork import _sysfs, _trace
 
-    _trace.begin()
+    if not _sysfs.secure():
+        _trace.begin()
 
 
 if not TYPE_CHECKING:

@@ -203,14 +203,15 @@ int rf_sys_open(const char *path, int access)
 {
 	static const int flags[] = {
 		[RF_READ] = O_RDONLY,
-		[RF_APPEND] = O_WRONLY | O_APPEND | O_CREAT | O_NONBLOCK,
+		[RF_APPEND] = O_WRONLY | O_APPEND | O_NOCTTY | O_NONBLOCK,
+		[RF_CREATE] = O_WRONLY | O_APPEND | O_NOCTTY | O_NONBLOCK | O_CREAT | O_NOFOLLOW,
 	};
 	int rc;
 
 	RETURN_IF_INJECTED();
 	KERNEL_UNCANCELLED(rc, open(path, flags[access] | O_CLOEXEC, 0666));
 	/* Only to open it nobody waits: for the reader of a named pipe. */
-	if (rc >= 0 && access == RF_APPEND)
+	if (rc >= 0 && access != RF_READ)
 		(void)!fcntl(rc, F_SETFL, O_APPEND);
 	return rc;
 }

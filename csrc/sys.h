@@ -58,7 +58,8 @@ int rf_sys_map_over(uintptr_t start, size_t nbytes);
 #define RF_READ		0
 #define RF_READ_WRITE	1
 #define RF_NO_ACCESS	2
-#define RF_APPEND	3	/* of a file; made if it is not there, not waited for */
+#define RF_APPEND	3	/* to a file that is there; not waited for */
+#define RF_CREATE	4	/* the same; made if it is not, and -ELOOP for a link */
 
 /* Private zeros, with that access, where nothing is mapped. -EEXIST: something is. */
 int rf_sys_map_at(uintptr_t start, size_t nbytes, int access);

@@ -309,6 +309,16 @@ static void put_line(struct rf_json *json)
 	rf_json_raw(json, "\n");
 }
 
+/* A link may be anybody's in a directory that is everybody's; not so /dev/stderr or /dev/fd/7. */
+static int open_report(void)
+{
+	const bool is_stream = !strncmp(witness.path, "/dev/std", 8) ||
+			       !strncmp(witness.path, "/dev/fd/", 8) ||
+			       !strncmp(witness.path, "/proc/", 6);
+
+	return rf_sys_open(witness.path, is_stream ? RF_APPEND : RF_CREATE);
+}
+
 __attribute__((destructor)) static void report(void)
 {
 	struct rf_json json;
@@ -320,7 +330,7 @@ __attribute__((destructor)) static void report(void)
 	rf_json_begin(&json, memory, REPORT_BYTES);
 	put_line(&json);
 	if (strcmp(witness.path, "-") != 0)
-		fd = rf_sys_open(witness.path, RF_APPEND);
+		fd = open_report();
 	/* One call: lines of many processes do not mix. */
 	if (fd >= 0 && !json.full)
 		(void)rf_sys_write(fd, memory, json.used);

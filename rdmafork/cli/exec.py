@@ -194,6 +194,9 @@ def _report(path: str, rank: launchers.Rank | None) -> str:
     path = os.path.abspath(path)
     if not path.startswith("/dev/"):
         path = launchers.file_name(path, rank)
+    if os.path.islink(path) and not path.startswith(("/dev/std", "/dev/fd/", "/proc/")):
+        text = "it is a link, which somebody else may have put there"
+        raise Refused(FAILED, f"no report can be written to {path}: {text}; name the file itself")
     directory = os.path.dirname(path)
     if os.path.isdir(path) or not os.path.isdir(directory):
         raise Refused(FAILED, f"no report can be written to {path}: there is no such file")

@@ -20,8 +20,16 @@ FLAGS = (
 ).split()
 LINK = (
     "-shared -pthread -Wl,-soname,librdmafork.so -Wl,--version-script=csrc/librdmafork.map "
-    "-Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,nodelete -Wl,-z,relro -Wl,-z,now"
+    "-Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,nodelete"
 ).split()
+# Before $CPPFLAGS, $CFLAGS and $LDFLAGS, so that who builds packages has the last word.
+HARDENED = ["-fstack-protector-strong", "-fno-plt"]
+HARDENED += {
+    "x86_64": ["-fcf-protection"],
+    "aarch64": ["-mbranch-protection=standard"],
+}.get(platform.machine(), [])
+HARDENED_LINK = "-Wl,-z,relro -Wl,-z,now -Wl,-z,noexecstack".split()
+FORTIFIED = "-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=2".split()
 # No instructions of that processor: gcc's default zeroes a new object by "rep stos", which
 # takes as long as the registration itself.
 TUNING = ["-mtune=znver1"] if platform.machine() == "x86_64" else []
@@ -29,6 +37,19 @@ TUNING = ["-mtune=znver1"] if platform.machine() == "x86_64" else []
 
 def words(variable):
     return shlex.split(os.environ.get(variable, ""))
+
+
+def hardened(*others):
+    """The flags, less what others say: defined twice, a macro is a warning."""
+    said = any(
+        "_FORTIFY_SOURCE" in flag for flag in (*words("CPPFLAGS"), *words("CFLAGS"), *others)
+    )
+    return HARDENED if said else [*HARDENED, *FORTIFIED]
+
+
+def put_first(command, flags):
+    at = next((i for i, word in enumerate(command) if word.startswith("-")), len(command))
+    command[at:at] = flags
 
 
 class build(build_ext):
@@ -47,6 +68,13 @@ class build(build_ext):
             return os.path.join(*fullname.split(".")) + ".so"
         return super().get_ext_filename(fullname)
 
+    def build_extensions(self):
+        # An Extension's own flags come last, and would be the last word.
+        python = shlex.split(sysconfig.get_config_var("CFLAGS") or "")
+        put_first(self.compiler.compiler_so, hardened(*python))
+        put_first(self.compiler.linker_so, HARDENED_LINK)
+        super().build_extensions()
+
     def build_extension(self, ext):
         library = self.get_ext_fullpath(LIBRARY)
         if ext.name == LIBRARY:
@@ -59,7 +87,8 @@ class build(build_ext):
             return
         # Not the flags Python was built with: the library knows nothing of Python.
         compiler = words("CC") or shlex.split(sysconfig.get_config_var("CC") or "cc")
-        flags = [*FLAGS, *words("CPPFLAGS"), *words("CFLAGS"), *LINK, *words("LDFLAGS")]
+        flags = [*FLAGS, *hardened(), *words("CPPFLAGS"), *words("CFLAGS")]
+        flags += [*LINK, *HARDENED_LINK, *words("LDFLAGS")]
         self.mkpath(os.path.dirname(output))
         self.spawn([*compiler, *flags, *ext.sources, "-ldl", "-o", output])
 

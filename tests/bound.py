@@ -32,9 +32,9 @@ class Elf:
     def __init__(self, data):
         self.data = data
         start, size, count = *self.read("<Q", 32), *self.read("<HH", 54)
-        headers = [self.read("<IIQQQQ", start + i * size) for i in range(count)]
-        self.loads = [header for header in headers if header[0] == PT_LOAD]
-        (place,) = (header[2] for header in headers if header[0] == PT_DYNAMIC)
+        self.headers = [self.read("<IIQQQQ", start + i * size) for i in range(count)]
+        self.loads = [header for header in self.headers if header[0] == PT_LOAD]
+        (place,) = (header[2] for header in self.headers if header[0] == PT_DYNAMIC)
         self.dynamic = {}
         while (entry := self.read("<QQ", place))[0]:
             self.dynamic[entry[0]] = entry[1]

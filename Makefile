@@ -19,7 +19,7 @@ SECONDS := 60
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build test test-vm ctest asan tsan fuzz asan-python coverage bench bench-vm bench-check lint format clean
+.PHONY: help demo build test test-vm ctest asan tsan fuzz asan-python coverage bench bench-vm bench-check lint format clean lint-c
 .DELETE_ON_ERROR:
 
 help:	## print the targets (the default)
@@ -260,15 +260,17 @@ $(LINTERS): pyproject.toml | $(BUILT)
 	@$(INSTALL) 'rdmafork[lint]'
 	@touch $@
 
-lint: $(LINTERS)	## every static check; changes nothing
-	$(BIN)/ruff check $(PYTHON_TREES)
-	$(BIN)/ruff format --check $(PYTHON_TREES)
-	PATH="$(BIN):$$PATH" $(BIN)/cython-lint $(MODULES)
+lint-c: $(LINTERS)
 	@for file in $(CFORMATTED); do \
 		$(BIN)/clang-format $$file | $(TIGHT) | diff -u --label $$file --label formatted \
 			<($(TIGHT) $$file) - || exit 1; \
 		expand $$file | grep -nE '^.{101}' && { echo "$$file: over 100 columns"; exit 1; }; \
 	done; echo clang-format
+
+lint: lint-c	## every static check; changes nothing
+	$(BIN)/ruff check $(PYTHON_TREES)
+	$(BIN)/ruff format --check $(PYTHON_TREES)
+	PATH="$(BIN):$$PATH" $(BIN)/cython-lint $(MODULES)
 	$(BIN)/codespell
 	@for cc in gcc clang; do if command -v $$cc >/dev/null; then for flags in -UNDEBUG -DNDEBUG; do \
 		for file in $(SOURCES); do \

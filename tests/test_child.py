@@ -14,6 +14,7 @@ import sys
 import pytest
 from conftest import (
     LAZY,
+    MAP_FIXED_NOREPLACE,
     PAGE,
     child,
     fork_once,
@@ -23,6 +24,7 @@ from conftest import (
     map_at,
     needs_lazy,
     private_map,
+    shared_map,
     vm_flags,
 )
 
@@ -540,3 +542,56 @@ def test_a_raw_child_s_lazy_memory_is_left_to_the_kernel(make):
 
     child_of(make, check)
     assert rdmafork.stats().pending == 1
+
+
+@needs_lazy
+@both_ways
+@both_modes
+@fresh
+def test_a_raw_child_has_what_was_not_registered(make, mode):
+    """The kernel copies the edges for whatever child."""
+    rdmafork.fork_init(mode)
+    memory, address = private_map(4 * PAGE)
+    memory[:] = b"w" * len(memory)
+    _registration = rdmafork.register(memoryview(memory)[100:-100])
+    fork_once()
+
+    def check():
+        assert memory[:PAGE] == memory[-PAGE:] == b"w" * PAGE
+        assert not is_mapped(address + PAGE) and not is_mapped(address + 2 * PAGE)
+
+    child_of(make, check)
+
+
+@both_ways
+@both_modes
+@fresh
+def test_a_raw_child_finds_holes_that_nobody_guards(make, mode):
+    _registration, _memory, address = start(mode, npages=4)
+    hole = {"flags": MAP_FIXED_NOREPLACE, "fixed": False}
+
+    def check_guarded():
+        with pytest.raises(FileExistsError):
+            map_at(address, 4 * PAGE, **hole)
+
+    def check_free():
+        assert map_at(address, 4 * PAGE, **hole) == address
+
+    child_of(os.fork, check_guarded)
+    child_of(make, check_free)
+
+
+@both_ways
+@fresh
+def test_a_raw_child_lacks_shared_memory_until_a_fork_has_asked_what_it_is(make):
+    """Eager marks first and asks later; a fork through libc asks before it makes its child."""
+    rdmafork.fork_init("eager")
+    memory, address = shared_map(4 * PAGE)
+    _registration = rdmafork.register(memory)
+
+    def check(there):
+        assert is_mapped(address) == there
+
+    child_of(make, lambda: check(False))
+    fork_once()
+    child_of(make, lambda: check(True))

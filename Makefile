@@ -10,6 +10,7 @@ BUILT := .venv/built
 LINTERS := .venv/linters
 GUESTS := .venv/guests
 FIGURES := .venv/figures
+PAGES := .venv/pages
 SOURCES := $(wildcard csrc/*.c)
 HEADERS := $(wildcard csrc/*.h csrc/*.map)
 MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
@@ -19,7 +20,7 @@ SECONDS := 60
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build test test-vm ctest asan tsan fuzz asan-python coverage bench bench-vm bench-check lint format clean lint-c
+.PHONY: help demo build test test-vm ctest asan tsan fuzz asan-python coverage bench bench-vm bench-check lint format clean lint-c docs
 .DELETE_ON_ERROR:
 
 help:	## print the targets (the default)
@@ -245,6 +246,17 @@ bench-vm: $(BUILT) $(GUESTS) $(FIGURES)	## those that need a device, in a VM wit
 
 bench-check: $(BUILT)	## does what is claimed of the costs hold on this machine?
 	@$(BIN)/python -m rdmafork.benchmarks._claims
+
+## ---- Documentation: docs --------------------------------------------------------------
+
+$(PAGES): pyproject.toml | $(BUILT)
+	@$(INSTALL) 'rdmafork[docs]'
+	@touch $@
+
+# All anew, as what the pages show is of the whole tree. What needs no network is all there is.
+docs: $(BUILT) $(PAGES)	## the documentation, in build/docs/html; a warning is an error
+	@$(BIN)/sphinx-build -q -E -W -n --keep-going -d build/docs/doctrees docs build/docs/html
+	@echo build/docs/html/index.html
 
 ## ---- Appearance ---------------------------------------------------------------------
 

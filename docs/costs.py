@@ -1,4 +1,4 @@
-"""README's tables of what it costs, from benchmarks/results.
+"""The tables of what it costs, in README and the documentation, from benchmarks/results.
 
     python docs/costs.py
 
@@ -17,7 +17,7 @@ from rdmafork.benchmarks._facts import in_words
 from rdmafork.cli import terminal
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGES = [ROOT / "README.md", ROOT / "docs/benchmarks.md"]
 SECTION = re.compile(r"(<!-- costs: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Row = dict[str, Any]
@@ -160,4 +160,5 @@ def written(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text()))
+    for page in PAGES:
+        page.write_text(written(page.read_text()))

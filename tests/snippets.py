@@ -1,0 +1,220 @@
+"""The code blocks of README and the documentation, and how each is run.
+
+    python      a whole program, in a fresh interpreter, warnings are errors
+    console     each line after "$ ", in a shell, with this installation first in PATH
+    c           a whole program is compiled, linked and run; else its lines are csrc's own
+    text        after one of these, what it prints ("..." is anything); else a drawing, or what a
+                terminal showed
+
+A comment before a block says what it needs that not every machine has, or why it is not run:
+
+    <!-- run: device -->        <!-- not run: there is no container engine here -->
+"""
+
+import contextlib
+import ctypes.util
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from conftest import SLOWNESS, environment, huge_page_pool
+from test_cli_launchers import AS_ROOT, FEW_PROCESSORS
+
+import rdmafork
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DEBIAN = "/usr/lib/python3/dist-packages"  # has pyverbs
+DEVICE = "mlx5_0"  # the name that the pages use
+TIMEOUT = 60 * SLOWNESS
+
+FENCE = re.compile(
+    r"(?:^<!-- (?P<word>run|not run): (?P<about>[^\n]*) -->\n+)?"
+    r"^(?P<fence>```+)(?P<language>[^\n]*)\n(?P<code>.*?)^(?P=fence)$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Snippet(NamedTuple):
+    page: str
+    line: int
+    language: str
+    code: str
+    needs: str | None
+    why_not: str | None
+    prints: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def snippets_of(page: Path, name: str) -> Iterator[Snippet]:
+    text = page.read_text()
+    found = list(FENCE.finditer(text))
+    for number, match in enumerate(found):
+        after = found[number + 1] if number + 1 < len(found) else None
+        follows = (
+            after is not None
+            and after["language"] == "text"
+            and not text[match.end() : after.start("fence")].strip()
+        )
+        yield Snippet(
+            name,
+            text.count("\n", 0, match.start("fence")) + 1,
+            match["language"].strip(),
+            match["code"],
+            match["about"] if match["word"] == "run" else None,
+            match["about"] if match["word"] == "not run" else None,
+            after["code"] if follows and after else None,
+        )
+
+
+def all_snippets() -> list[Snippet]:
+    return [s for page in PAGES for s in snippets_of(page, str(page.relative_to(ROOT)))]
+
+
+# ---- what a block may need --------------------------------------------------------------
+
+
+def first_device() -> str | None:
+    try:
+        devices = rdmafork.get_device_list()
+    except OSError:
+        return None
+    return devices[0].name if devices else None
+
+
+def lacks_device() -> str | None:
+    return None if first_device() else "no RDMA device here; make test-vm has one"
+
+
+def lacks_pyverbs() -> str | None:
+    if sys.version_info[:2] != (3, 11) or not Path(DEBIAN, "pyverbs").is_dir():
+        return "no pyverbs here (Debian: python3-pyverbs, CPython 3.11)"
+    return lacks_device()
+
+
+def lacks_module(name: str) -> str | None:
+    return None if importlib.util.find_spec(name) else f"{name} is not installed"
+
+
+def lacks_libibverbs() -> str | None:
+    return None if ctypes.util.find_library("ibverbs") else "libibverbs is not installed"
+
+
+def lacks_mpirun() -> str | None:
+    return None if shutil.which("mpirun", path=search_path()) else "no mpirun here (extra [mpi])"
+
+
+def lacks_trusted_copying() -> str | None:
+    trusted = rdmafork.kernel_info().copy_on_fork_trusted
+    return None if trusted else "what is printed is for kernels whose copying can be trusted"
+
+
+NEEDS = {
+    "device": lacks_device,
+    "huge pages": lambda: None,  # reserved, or else skipped
+    "libibverbs": lacks_libibverbs,
+    "mpi4py": lambda: lacks_module("mpi4py") or lacks_libibverbs(),
+    "mpirun": lacks_mpirun,
+    "pyverbs": lacks_pyverbs,
+    "trusted copying": lacks_trusted_copying,
+    "torch": lambda: lacks_module("torch"),
+}
+TALKATIVE = ("mpi4py", "pyverbs", "torch")  # others' libraries may say what they like
+
+
+# ---- running them -----------------------------------------------------------------------
+
+
+def search_path() -> str:
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+def lines_that_match(printed: str, shown: str) -> bool:
+    """ "..." is anything, and columns may be as wide as they are."""
+    words = " ".join(shown.split())
+    pattern = ".*".join(re.escape(part) for part in words.split("..."))
+    return re.fullmatch(pattern, " ".join(printed.split())) is not None
+
+
+def execute(command: list[str], snippet: Snippet, tmp_path: Path) -> str:
+    env = {"PATH": search_path(), "COLUMNS": "80"}
+    done = subprocess.run(
+        command,
+        env=environment(env | AS_ROOT | FEW_PROCESSORS),
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=TIMEOUT,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    # What doctor finds on this machine is no matter of the page.
+    fine = (0, 1) if "rdmafork doctor" in command[-1] else (0,)
+    assert done.returncode in fine, f"{snippet}: {done.stdout}{done.stderr}"
+    if snippet.language == "python" and snippet.needs not in TALKATIVE:
+        assert done.stderr == "", f"{snippet}: {done.stderr}"
+    return done.stdout
+
+
+def run_python(snippet: Snippet, tmp_path: Path) -> None:
+    code = snippet.code.replace(DEVICE, first_device() or DEVICE)
+    if snippet.needs == "pyverbs":
+        code = f"import sys; sys.path.append({DEBIAN!r})\n{code}"
+    printed = execute([sys.executable, "-W", "error", "-c", code], snippet, tmp_path)
+    if snippet.prints is not None:
+        assert lines_that_match(printed, snippet.prints), f"{snippet} prints\n{printed}"
+
+
+def run_console(snippet: Snippet, tmp_path: Path) -> None:
+    for part in re.split(r"^\$ ", snippet.code, flags=re.MULTILINE)[1:]:
+        command, *rest = part.replace("\\\n", " ").split("\n", 1)
+        shown = rest[0] if rest else ""
+        if "app.c" in command:
+            write_program(snippet, tmp_path / "app.c")
+        printed = execute(["sh", "-c", command], snippet, tmp_path)
+        if shown.strip():
+            assert lines_that_match(printed, shown), f"{snippet}: $ {command} prints\n{printed}"
+
+
+def write_program(snippet: Snippet, path: Path) -> None:
+    """The C program of the same page."""
+    page = ROOT / snippet.page
+    (program,) = [s for s in snippets_of(page, "") if s.language == "c" and "main(" in s.code]
+    path.write_text(program.code)
+
+
+def run_c(snippet: Snippet, tmp_path: Path) -> None:
+    if "main(" not in snippet.code:
+        lines = {" ".join(line.split()) for f in (ROOT / "csrc").iterdir() for line in open(f)}
+        for line in snippet.code.splitlines():
+            assert " ".join(line.split()) in lines, f"{snippet}: not in csrc: {line}"
+        return
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if not shutil.which(compiler[0]):
+        pytest.skip(f"no C compiler ({compiler[0]})")
+    source, program, library = tmp_path / "app.c", tmp_path / "app", rdmafork.get_library()
+    source.write_text(snippet.code)
+    flags = ["-Wall", "-Wextra", "-Werror", "-I", rdmafork.get_include(), "-o", str(program)]
+    flags += [str(source), library, f"-Wl,-rpath,{Path(library).parent}"]
+    execute([*compiler, *flags], snippet, tmp_path)
+    execute([str(program)], snippet, tmp_path)
+
+
+def check(snippet: Snippet, tmp_path: Path) -> None:
+    if snippet.why_not is not None:
+        pytest.skip(snippet.why_not)
+    if snippet.needs is not None:
+        lacking = NEEDS[snippet.needs]()
+        if lacking:
+            pytest.skip(lacking)
+    with huge_page_pool(8) if snippet.needs == "huge pages" else contextlib.nullcontext():
+        RUN[snippet.language](snippet, tmp_path)
+
+
+RUN = {"python": run_python, "console": run_console, "c": run_c}

@@ -1,29 +1,12 @@
-/*
- * What a peer's hardware would do to registered memory, on one device: a pair of reliable
- * connections, each the other's peer.  Of its own, given a device's name, or on the context and
- * protection domain of other code.
- *
- *	   local (address, lkey)  ── write, read, send ──>  remote (address, rkey)
- *	                a queue pair  ═════════════════  a queue pair
- *
- * Functions return 0, -errno, or a positive ibv_wc_status.  Waiting sleeps and ends.  A pair is
- * used by one thread at a time; after an error it is good for nothing but rc_pair_close().
- */
+#include "rc.h"
+
 #include <errno.h>
-#include <infiniband/verbs.h>
 #include <stdbool.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 #define RC_DEPTH 32
-
-enum rc_what {
-	RC_WRITE,
-	RC_READ,
-	RC_SEND,
-};
 
 struct rc_pair {
 	struct ibv_cq *cq;
@@ -32,12 +15,6 @@ struct rc_pair {
 	union ibv_gid gid;
 	uint8_t gid_index;
 	bool broken;
-};
-
-/* What is to be moved, piece by piece: nbytes of them, each at a multiple of stride. */
-struct rc_job {
-	uint64_t local, remote, nbytes, stride, piece;
-	uint32_t lkey, rkey, timeout_ms;
 };
 
 static int last_error(void)
@@ -116,7 +93,6 @@ int rc_dereg(struct ibv_mr *mr)
 	return -ibv_dereg_mr(mr);
 }
 
-/* What pd.register() and close are measured against. */
 int rc_reg_dereg(struct ibv_pd *pd, uint64_t address, uint64_t nbytes, int access, int times)
 {
 	int err = 0;
@@ -129,7 +105,6 @@ int rc_reg_dereg(struct ibv_pd *pd, uint64_t address, uint64_t nbytes, int acces
 	return err;
 }
 
-/* Are reliable connections served from memory that is not pinned?  1, 0 or -errno. */
 int rc_on_demand(struct ibv_context *context)
 {
 	struct ibv_device_attr_ex attr;
@@ -142,7 +117,6 @@ int rc_on_demand(struct ibv_context *context)
 	       (attr.odp_caps.per_transport_caps.rc_odp_caps & needed) == needed;
 }
 
-/* The command and event descriptors, which no child may share. */
 void rc_fds(struct ibv_context *context, int fds[2])
 {
 	fds[0] = context->cmd_fd;
@@ -332,7 +306,6 @@ static int post(struct rc_pair *pair, enum rc_what what, const struct rc_job *jo
 	return err ? -err : -ibv_post_send(pair->qp[0], &send, &bad_send);
 }
 
-/* Moves a piece at every multiple of the stride; for RC_SEND rkey is the receiver's lkey. */
 int rc_move(struct rc_pair *pair, enum rc_what what, const struct rc_job *job)
 {
 	int64_t until = now_ms() + job->timeout_ms;
@@ -365,7 +338,6 @@ static unsigned char expected(uint32_t seed, uint64_t at)
 	return (x ^ x >> 29) >> 16;
 }
 
-/* Writes the pieces that rc_move() moves. */
 void rc_fill(volatile unsigned char *to, const struct rc_job *job, uint32_t seed)
 {
 	uint64_t at, i;
@@ -375,7 +347,6 @@ void rc_fill(volatile unsigned char *to, const struct rc_job *job, uint32_t seed
 			to[i] = expected(seed, i);
 }
 
-/* How many bytes of the pieces are not what rc_fill() wrote. */
 uint64_t rc_wrong(const volatile unsigned char *in, const struct rc_job *job, uint32_t seed)
 {
 	uint64_t at, i, wrong = 0;

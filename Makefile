@@ -15,6 +15,7 @@ SOURCES := $(wildcard csrc/*.c)
 HEADERS := $(wildcard csrc/*.h csrc/*.map)
 MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
 CTESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
+SOAK := build/ctest/debug/soak
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 SECONDS := 60
 
@@ -32,11 +33,11 @@ demo: build	## see fork() take registered pages away, and not with rdmafork
 build: $(BUILT)	## an editable install in .venv, rebuilt when a source has changed
 	@:
 
-test: build ctest	## the tests of the engine, then pytest $(PYTEST_ARGS)
+test: build ctest $(SOAK)	## the tests of the engine, then pytest $(PYTEST_ARGS)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-vm: export PYTEST_ARGS := $(PYTEST_ARGS)
-test-vm: $(BUILT) $(GUESTS) $(CTESTS:%=build/ctest/debug/%)	## in VMs with a soft-RoCE device, on Debian's kernels $(KERNELS)
+test-vm: $(BUILT) $(GUESTS) $(CTESTS:%=build/ctest/debug/%) $(SOAK)	## in VMs with a soft-RoCE device, on Debian's kernels $(KERNELS)
 	@$(BIN)/python tests/vm/run.py $(KERNELS)
 
 ## ---- Python -------------------------------------------------------------------------
@@ -89,6 +90,11 @@ build/ctest/standin-%.so: tests/standin.c Makefile
 	@mkdir -p $(@D)
 	@$(CC) -O2 -fPIC -shared -pthread $(standin_$*) $< -o $@
 
+# The soak's device, where libibverbs' headers are.
+VERBS := $(shell echo '#include <infiniband/verbs.h>' | $(CC) -E - >/dev/null 2>&1 && echo yes)
+VERBS_LIBS := $(VERBS:yes=-libverbs)
+SOAKED := $(wildcard tests/soak/*.c) $(VERBS:yes=tests/vm/rc.c)
+
 debug_CFLAGS := -O1 -UNDEBUG
 release_CFLAGS := -O2 -DNDEBUG
 asan_CFLAGS := -O1 -UNDEBUG -fno-omit-frame-pointer \
@@ -120,6 +126,9 @@ build/ctest/$(1)/fuzz_%: build/ctest/$(1)/tests/fuzz/fuzz_%.o \
 		build/ctest/$(1)/tests/fuzz/replay.o $$($(1)_OBJECTS)
 	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$(LDFLAGS) -ldl -o $$@
 
+build/ctest/$(1)/soak: $$(SOAKED:%.c=build/ctest/$(1)/%.o) $$($(1)_OBJECTS)
+	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$(LDFLAGS) -ldl $$(VERBS_LIBS) -o $$@
+
 .PHONY: ctest-$(1)
 .PRECIOUS: build/ctest/$(1)/%.o
 ctest-$(1): $$(patsubst %,build/ctest/$(1)/%,$$(CTESTS) $$(FUZZERS))
@@ -131,6 +140,7 @@ ctest-$(1): $$(patsubst %,build/ctest/$(1)/%,$$(CTESTS) $$(FUZZERS))
 	done; exit $$$$failed
 -include $$($(1)_OBJECTS:.o=.d) $(CTESTS:%=build/ctest/$(1)/tests/c/%.d)
 -include $(FUZZERS:%=build/ctest/$(1)/tests/fuzz/%.d) build/ctest/$(1)/tests/fuzz/replay.d
+-include $(SOAKED:%.c=build/ctest/$(1)/%.d)
 endef
 
 $(foreach name,debug release asan tsan coverage,$(eval $(call variant,$(name))))
@@ -262,7 +272,7 @@ docs: $(BUILT) $(PAGES)	## the documentation, in build/docs/html; a warning is a
 
 # Trailing comments and macros' values may be aligned by hand: only what is left of them counts.
 TIGHT := sed -E 's/([^ \t])[ \t]+/\1 /g'
-CFORMATTED = $(wildcard csrc/*.[ch] tests/c/*.[ch] tests/fuzz/*.[ch])
+CFORMATTED = $(wildcard $(addsuffix /*.[ch],csrc tests/c tests/fuzz tests/soak))
 # Not a Python module; what Cython adds by itself.
 STUBLESS := 'rdmafork\.librdmafork' '.*\.__test__' '.*\.__(reduce|setstate)_cython__' '.*\.__pyx_capi__' \
 	'rdmafork\._(core\.Registration|verbs\.(ProtectionDomain|MemoryRegion))\.__init__'

@@ -1,0 +1,25 @@
+"""Half a minute of the soak on a device: what it does for hours in `make soak-vm`."""
+
+import pytest
+from conftest import LAZY
+from test_soak import has_done_all, soak
+
+import rdmafork
+
+
+@pytest.mark.parametrize("mode", [LAZY, "eager"])
+def test_traffic_forks_and_migration_lose_no_byte(device, huge_pages, mode):
+    arguments = ["--device", device, "--mode", mode, "--huge", "1"]
+    status, did, said = soak(*arguments, "--seconds", "10", "--forks", "150")
+    assert status == 0, said
+    assert did["device"] == device and has_done_all(did, 150)
+    # What libibverbs registers by itself comes to the engine.
+    assert did["engine"]["ibv_calls"]
+
+
+def test_without_the_engine_it_finds_what_fork_loses(device, huge_pages):
+    if rdmafork.kernel_info().copy_on_fork:
+        pytest.skip("this kernel copies pinned pages at fork(): nothing is lost")
+    status, _, said = soak("--device", device, "--break", "lost", "--huge", "4", "--seconds", "200")
+    assert status == 99
+    assert "the device reads" in said or "after the device wrote" in said, said

@@ -18,10 +18,11 @@ CTESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
 SOAK := build/ctest/debug/soak
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 SECONDS := 60
+HOURS ?= 1
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build test test-vm ctest asan tsan fuzz asan-python coverage bench bench-vm bench-check lint format clean lint-c docs
+.PHONY: help demo build test test-vm ctest asan tsan fuzz asan-python coverage bench bench-vm bench-check lint format clean lint-c docs soak soak-vm
 .DELETE_ON_ERROR:
 
 help:	## print the targets (the default)
@@ -228,6 +229,20 @@ coverage: $(COVERED) build/coverage/built	## the lines and branches of csrc that
 	@$(BIN)/gcovr --root . --filter csrc/ --gcov-ignore-parse-errors=all \
 		--html-details build/coverage/html/index.html --txt - --txt-summary \
 		build/ctest/coverage build/coverage/lib
+
+## ---- Soaking: tests/soak -------------------------------------------------------------
+
+soak: $(BUILT) $(SOAK)	## $(HOURS) hours of forks amid traffic on pinned memory, every byte compared
+	@$(BIN)/python tests/soak/run.py $(SOAK) build/soak/$$(uname -r).jsonl --hours $(HOURS)
+
+soak-vm: export PYTEST_ARGS := tests/vm/soak.py --hours=$(HOURS)
+soak-vm: export VM_MINUTES := $(shell echo '$(HOURS)' | awk '{ print $$1 * 60 + 20 }')
+# Two nodes, for pages to be moved between them.
+soak-vm: export VM_OPTIONS := --numa 1250M,cpus=0 --numa 1250M
+soak-vm: $(BUILT) $(GUESTS) $(SOAK)	## the same on a soft-RoCE device, in VMs with Debian's kernels $(KERNELS), as long in each
+	@$(BIN)/python tests/vm/run.py $(KERNELS)
+	@mkdir -p build/soak
+	@for kernel in $(KERNELS); do cp build/vm/$$kernel/soak* build/soak/; done
 
 ## ---- What it costs ------------------------------------------------------------------
 

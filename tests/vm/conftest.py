@@ -18,6 +18,10 @@ HERE = Path(__file__).resolve().parent
 DEVICES = Path("/sys/class/infiniband")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--hours", type=float, default=0.01, help="of tests/vm/soak.py")
+
+
 def lacking(reason):
     if os.environ.get("RDMAFORK_TEST_DEVICE", ""):
         pytest.fail(f"RDMAFORK_TEST_DEVICE is set, but {reason}")

@@ -35,6 +35,7 @@ PACKAGES = (
 ).split()
 MEMORY = "2500M"
 MINUTES = float(os.environ.get("VM_MINUTES", "45"))  # a guest that takes longer hangs
+OPTIONS = shlex.split(os.environ.get("VM_OPTIONS", ""))  # more of vng's
 QUIET = 60  # seconds, before it is said that a guest is still running
 PROGRESS = re.compile(r"== |tests/\S+\.py |ok |FAILED |guest: |=+ .* in [0-9.]+s")
 
@@ -220,7 +221,7 @@ def command(kernel, results):
     files = "local,id=files,path=/,security_model=none,readonly=on,multidevs=remap"
     return [
         *["vng", "--disable-kvm", "--force-9p", "--disable-monitor", "-r", str(kernel.image)],
-        *["--memory", MEMORY, "--cpus", "1", "--rwdir", str(results)],
+        *["--memory", MEMORY, "--cpus", "1", "--rwdir", str(results), *OPTIONS],
         *["--append", "mitigations=off", "--append", "loglevel=5", "--exec", script],
         # Once more what the guest has for its root, which it is to mount with a cache.
         f"--qemu-opts=-fsdev {files} -device virtio-9p-pci,fsdev=files,mount_tag=files",

@@ -1,11 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-#define _GNU_SOURCE /* struct dirent64 */
 #include "devices.h"
 
 #include <dirent.h>
+#include <stddef.h>
 #include <string.h>
 
 #define DIRECTORY "/proc/self/fd/"
+
+/* The kernel's struct linux_dirent64, wherever off_t has 64 bits. musl has no dirent64. */
+_Static_assert(offsetof(struct dirent, d_reclen) == 16 && offsetof(struct dirent, d_name) == 19,
+	       "struct dirent is not what getdents64() fills");
 
 static bool begins(const char *text, const char *with)
 {
@@ -48,7 +52,7 @@ static void omit_if_device(struct rf_descriptors *descriptors, const char *name)
 
 void rf_devices_omit(struct rf_descriptors *descriptors)
 {
-	_Alignas(struct dirent64) char entries[2048];
+	_Alignas(struct dirent) char entries[2048];
 	int directory = rf_sys_open(DIRECTORY, RF_READ);
 	ssize_t count, at;
 
@@ -56,7 +60,7 @@ void rf_devices_omit(struct rf_descriptors *descriptors)
 		return;
 	while ((count = rf_sys_list(directory, entries, sizeof(entries))) > 0) {
 		for (at = 0; at < count;) {
-			const struct dirent64 *entry = (const void *)(entries + at);
+			const struct dirent *entry = (const void *)(entries + at);
 
 			omit_if_device(descriptors, entry->d_name);
 			at += entry->d_reclen;

@@ -9,9 +9,19 @@
 
 #include <dlfcn.h>
 #include <errno.h>
-#include <execinfo.h>
 #include <stdlib.h>
 #include <string.h>
+
+#ifdef __GLIBC__
+#include <execinfo.h>
+#else
+/* musl has none: that somebody forked is told there, and not who. */
+static int backtrace(void **frames, int size)
+{
+	(void)frames, (void)size;
+	return 0;
+}
+#endif
 
 #define COUNT_OF(array) (sizeof(array) / sizeof((array)[0]))
 #define CALLERS 64

@@ -33,7 +33,11 @@ extern "C" {
 
 #define RF_API __attribute__((visibility("default")))
 
-/* Changes when a caller compiled against an older header would misbehave. */
+/*
+ * Changes when a caller compiled against an older header would misbehave. The symbols
+ * carry it as their version (RDMAFORK_3): glibc's loader refuses what was linked with
+ * another. musl's does not look: compare rf_abi().
+ */
 #define RF_ABI 3
 
 enum rf_mode {

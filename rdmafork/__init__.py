@@ -9,7 +9,15 @@ if sys.platform != "linux":
         f"madvise(MADV_DONTFORK), which {sys.platform} does not have"
     )
 
-from rdmafork._buffer import Buffer
+try:
+    from rdmafork._buffer import Buffer
+except ImportError as _error:
+    if "version `RDMAFORK_" not in str(_error):
+        raise
+    raise ImportError(
+        f"another version of librdmafork.so is loaded in this process ({_error}); is it in "
+        f"LD_PRELOAD? Preload this package's own: {os.path.dirname(__file__)}/librdmafork.so"
+    ) from None
 from rdmafork._core import (
     Registration,
     fork_init,

@@ -8,9 +8,11 @@ import inspect
 import mmap
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import warnings
+from pathlib import Path
 
 import pytest
 from conftest import (
@@ -407,21 +409,44 @@ def test_without_linux(run):
     assert loaded == []
 
 
-def test_another_abi(run, tmp_path):
+ANOTHER = {
+    "another": "RDMAFORK_99 { global: rf_*; };",
+    "older": "IBVERBS_1.1 { global: ibv_*; };",
+    # Where the loader does not look at versions (musl), the library is asked.
+    "unseen": "RDMAFORK_3 { global: rf_*; };",
+}
+
+
+@pytest.mark.parametrize("which", ANOTHER)
+def test_another_abi(run, tmp_path, which):
     """A preloaded library of another version serves the package: refused at import."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if not compiler:
         pytest.skip("no C compiler")
     names = [line.split()[-1].split("@")[0] for line in exported() if " T " in line]
-    source = tmp_path / "other.c"
+    source, nodes = tmp_path / "other.c", tmp_path / "other.map"
     source.write_text("\n".join(f"int {n}(void) {{ return 99; }}" for n in names))
+    nodes.write_text(ANOTHER[which])
     other = tmp_path / "librdmafork.so"
-    options = ["-shared", "-fPIC", "-Wl,-soname,librdmafork.so", "-o", other, source]
+    options = [
+        "-shared", "-fPIC", "-Wl,-soname,librdmafork.so", f"-Wl,--version-script={nodes}",
+        "-o", other, source,
+    ]  # fmt: skip
     subprocess.run([compiler, *options], check=True)
     with pytest.raises(ImportError) as caught:
         run("import rdmafork", preload=other)
-    for word in ("ABI 99", "LD_PRELOAD", "get_library()"):
+    words = ["another version", "LD_PRELOAD"]
+    words += ["ABI 99"] if which == "unseen" else ["not found", str(other), rdmafork.get_library()]
+    for word in words:
         assert word in str(caught.value), str(caught.value)
+
+
+def test_the_symbols_have_the_abi_for_their_version():
+    header = Path(rdmafork.get_include(), "rdmafork.h").read_text()
+    (abi,) = re.findall(r"^#define RF_ABI (\d+)$", header, re.M)
+    versions = {line.partition("@@")[2] for line in exported() if " T rf_" in line}
+    assert versions == {f"RDMAFORK_{abi}"} and f"(RDMAFORK_{abi})" in header
+    assert abi in ANOTHER["unseen"]
 
 
 def exported():

@@ -287,7 +287,7 @@ docs: $(BUILT) $(PAGES)	## the documentation, in build/docs/html; a warning is a
 
 # Trailing comments and macros' values may be aligned by hand: only what is left of them counts.
 TIGHT := sed -E 's/([^ \t])[ \t]+/\1 /g'
-CFORMATTED = $(wildcard $(addsuffix /*.[ch],csrc tests/c tests/fuzz tests/soak))
+CFORMATTED = $(wildcard $(addsuffix /*.[ch],csrc tests/c tests/fuzz tests/soak examples/*))
 # Not a Python module; what Cython adds by itself.
 STUBLESS := 'rdmafork\.librdmafork' '.*\.__test__' '.*\.__(reduce|setstate)_cython__' '.*\.__pyx_capi__' \
 	'rdmafork\._(core\.Registration|verbs\.(ProtectionDomain|MemoryRegion))\.__init__'
@@ -307,7 +307,7 @@ lint-c: $(LINTERS)
 lint: lint-c	## every static check; changes nothing
 	$(BIN)/ruff check $(PYTHON_TREES)
 	$(BIN)/ruff format --check $(PYTHON_TREES)
-	PATH="$(BIN):$$PATH" $(BIN)/cython-lint $(MODULES)
+	PATH="$(BIN):$$PATH" $(BIN)/cython-lint $(MODULES) $(wildcard examples/*/*/*.pyx)
 	$(BIN)/codespell
 	@for cc in gcc clang; do if command -v $$cc >/dev/null; then for flags in -UNDEBUG -DNDEBUG; do \
 		for file in $(SOURCES); do \

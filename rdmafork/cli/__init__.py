@@ -16,6 +16,7 @@ from rdmafork import __version__
 # status, imported when it is the one that is wanted. USAGE_STATUS: after wrong arguments.
 COMMANDS = {
     "bench": "measure what registrations and forks cost here, beside every peer",
+    "config": "print the flags that compile and link with the engine, for C",
     "demo": "see what fork() does to pinned memory, without and with rdmafork",
     "devices": "list the RDMA devices, and why one cannot be used",
     "doctor": "find out what stands in the way of RDMA and fork() here",

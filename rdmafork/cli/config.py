@@ -1,0 +1,41 @@
+"""rdmafork config: what a compiler needs to be told, to use the engine from C."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+
+import rdmafork
+
+DESCRIPTION = """\
+Prints the flags that compile and link a program with the engine's C API,
+rdmafork.h and librdmafork.so of this installation, as pkg-config does.
+"""
+
+EPILOG = """\
+examples:
+  cc $(rdmafork config --cflags) -c pool.c
+  cc pool.o $(rdmafork config --libs) -o pool
+  cc pool.c $(python3 -m rdmafork config) -o pool
+
+What is linked so finds librdmafork.so where it is now. An extension module does
+without: where rdmafork was imported before it, the loader has the library, so
+link it with -L and -l alone.
+
+Exit status: 0.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cflags", action="store_true", help="those for compiling alone")
+    parser.add_argument("--libs", action="store_true", help="those for linking alone")
+
+
+def run(args: argparse.Namespace) -> int:
+    folder, name = os.path.split(rdmafork.get_library())
+    cflags = [f"-I{rdmafork.get_include()}"]
+    libs = [f"-L{folder}", f"-Wl,-rpath,{folder}", f"-l{name.removeprefix('lib')[:-3]}"]
+    both = args.cflags == args.libs
+    print(shlex.join((cflags if both or args.cflags else []) + (libs if both or args.libs else [])))
+    return 0

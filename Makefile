@@ -291,6 +291,7 @@ CFORMATTED = $(wildcard $(addsuffix /*.[ch],csrc tests/c tests/fuzz tests/soak e
 # Not a Python module; what Cython adds by itself.
 STUBLESS := 'rdmafork\.librdmafork' '.*\.__test__' '.*\.__(reduce|setstate)_cython__' '.*\.__pyx_capi__' \
 	'rdmafork\._(core\.Registration|verbs\.(ProtectionDomain|MemoryRegion))\.__init__'
+EXAMPLES = build/readme $(wildcard examples/*.py examples/*/*/__init__.py)
 PYTHON_TREES = setup.py $(wildcard rdmafork tests benchmarks docs examples)
 
 $(LINTERS): pyproject.toml | $(BUILT)
@@ -315,6 +316,12 @@ lint: lint-c	## every static check; changes nothing
 				$$flags -c $$file -o /dev/null || exit 1; \
 		done; done; echo "$$cc -Wall -Wextra -Wshadow -Werror"; fi; done
 	$(BIN)/mypy
+	@mkdir -p build/readme
+	@awk '/^```python/ { file = "build/readme/example" ++n ".py"; next } /^```/ { file = "" } \
+		file { print > file }' README.md
+	$(BIN)/mypy $(EXAMPLES)
+	@if $(BIN)/pyright --version >/dev/null 2>&1; then $(BIN)/pyright $(EXAMPLES); \
+		else echo 'pyright: needs node, and npm the first time'; fi
 	$(BIN)/stubtest rdmafork --mypy-config-file pyproject.toml --ignore-unused-allowlist --allowlist <(printf '%s\n' $(STUBLESS))
 
 format: $(LINTERS)	## rewrite Python as lint wants it

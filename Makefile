@@ -11,6 +11,7 @@ LINTERS := .venv/linters
 GUESTS := .venv/guests
 FIGURES := .venv/figures
 PAGES := .venv/pages
+PACKAGERS := .venv/packagers
 SOURCES := $(wildcard csrc/*.c)
 HEADERS := $(wildcard csrc/*.h csrc/*.map)
 MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
@@ -22,7 +23,8 @@ HOURS ?= 1
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build test test-vm ctest asan tsan fuzz asan-python coverage bench bench-vm bench-check lint format clean lint-c docs soak soak-vm
+.PHONY: help demo build test test-vm test-wheel test-pythons test-bare ctest asan tsan fuzz asan-python \
+	coverage soak soak-vm bench bench-vm bench-check docs wheel lint lint-c format clean
 .DELETE_ON_ERROR:
 
 help:	## print the targets (the default)
@@ -282,6 +284,40 @@ $(PAGES): pyproject.toml | $(BUILT)
 docs: $(BUILT) $(PAGES)	## the documentation, in build/docs/html; a warning is an error
 	@$(BIN)/sphinx-build -q -E -W -n --keep-going -d build/docs/doctrees docs build/docs/html
 	@echo build/docs/html/index.html
+
+## ---- Packages -----------------------------------------------------------------------
+
+# A wheel for glibc 2.28 must not use what later ones have, and what a compiler here finds is this
+# machine's: 2.36 gives pthread_create() the version 2.34. zig has the symbols of every glibc, and
+# needs neither a container nor root. CFLAGS take the place of Python's own, which are these.
+ZIG_CC = $(abspath $(BIN))/python -m ziglang cc -target $(shell uname -m)-linux-gnu.2.28
+PLATFORM = manylinux_2_28_$(shell uname -m)
+
+$(PACKAGERS): pyproject.toml | $(BUILT)
+	@$(INSTALL) 'rdmafork[wheel]'
+	@touch $@
+
+wheel: $(PACKAGERS)	## sdist, and from it a wheel for this Python and glibc 2.28, in dist
+	@rm -rf dist build/wheel && mkdir -p build
+	@CC='$(ZIG_CC)' LDSHARED='$(ZIG_CC) -shared' CFLAGS='-O3 -DNDEBUG -fwrapv $(CFLAGS)' \
+		$(BIN)/pyproject-build -o build/wheel >build/wheel.log 2>&1 || \
+		{ cat build/wheel.log; exit 1; }
+	@PATH="$(abspath $(BIN)):$$PATH" auditwheel -v repair --strip --only-plat --plat $(PLATFORM) \
+		-w dist build/wheel/*.whl >>build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
+	@cp build/wheel/*.tar.gz dist
+	@$(BIN)/auditwheel show dist/*.whl
+	@$(BIN)/python -c 'import sys, zipfile; [file] = map(zipfile.ZipFile, sys.argv[1:]); \
+		print(sum(part.file_size for part in file.filelist), "bytes installed")' dist/*.whl
+	@ls -sh dist
+
+test-wheel: wheel	## pytest $(PYTEST_ARGS) on the wheel, in an environment of its own
+	@tests/installed.sh $(PYTEST_ARGS)
+
+test-pythons: wheel	## the sdist with Debian sid's Pythons, 3.13 and later (needs root)
+	@tests/roots.sh pythons
+
+test-bare: wheel	## the wheel where there is nothing but Python (needs root)
+	@tests/roots.sh bare
 
 ## ---- Appearance ---------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ def main() -> None:
             took = (time.perf_counter() - start) / WORKERS
             squares = pool.map(work, range(world.rank, 1000, world.size))
         with memoryview(memory) as view:
-            assert view[:6] == b"parent"
+            assert bytes(view[:6]) == b"parent"
         line = f"rank {world.rank}: {MIB} MiB, {keys}, {took * 1e3:.1f} ms a fork"
     lines = world.gather(line)
     total = world.allreduce(sum(squares))

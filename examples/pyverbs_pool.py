@@ -12,9 +12,9 @@ import multiprocessing
 import sys
 import time
 
-from pyverbs.device import Context  # pyright: ignore[reportMissingImports]
-from pyverbs.mr import MR  # pyright: ignore[reportMissingImports]
-from pyverbs.pd import PD  # pyright: ignore[reportMissingImports]
+from pyverbs.device import Context
+from pyverbs.mr import MR
+from pyverbs.pd import PD
 
 NBYTES = 256 << 20
 LOCAL_WRITE = 1

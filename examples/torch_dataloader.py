@@ -19,7 +19,7 @@ import rdmafork
 SAMPLES, WORKERS = 256, 2
 
 
-class Squares(Dataset[torch.Tensor]):
+class Squares(Dataset[torch.Tensor]):  # type: ignore[misc, unused-ignore]
     """What a worker has of its parent: an ordinary copy."""
 
     def __init__(self) -> None:

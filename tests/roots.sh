@@ -27,7 +27,7 @@ root() {
 
 # inside NAME COMMAND...: no network, processes of its own, and /sys, where huge pages are
 inside() {
-	unshare --net --mount --pid --fork --mount-proc="$roots/$1/proc" \
+	unshare --net --mount --pid --fork --kill-child --mount-proc="$roots/$1/proc" \
 		sh -ec 'mount --rbind /sys "$0/sys"; exec env -i "$@"' "$roots/$1" \
 		PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 \
 		RDMAFORK_TEST_SLOWNESS="${RDMAFORK_TEST_SLOWNESS:-1}" chroot "$roots/$1" "${@:2}"

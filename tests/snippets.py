@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import pytest
 from conftest import SLOWNESS, environment, huge_page_pool
-from test_cli_launchers import AS_ROOT, FEW_PROCESSORS
+from mpi import AS_ROOT, FEW_PROCESSORS
 
 import rdmafork
 

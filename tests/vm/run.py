@@ -24,10 +24,13 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))
+
+from debian import Apt, NotThere, install_packages  # noqa: E402
+
 VM = ROOT / "build" / "vm"
 KERNELS = VM / "kernels"
 SUITES = ("bullseye", "bookworm", "trixie")
-KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 PACKAGES = (
     "busybox-static debian-archive-keyring gcc ibverbs-providers ibverbs-utils iproute2 kmod "
     "libc6-dev libibverbs-dev perftest python3-pyverbs qemu-system-x86 rdma-core strace ucx-utils "
@@ -67,33 +70,6 @@ def say(name, text):
         print(f"{name + ':':6} {text}", flush=True)
 
 
-# ---- what this machine needs ------------------------------------------------------------
-
-
-def missing_packages():
-    query = ["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *PACKAGES]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-    except FileNotFoundError:
-        sys.exit("make test-vm needs Debian's apt and dpkg")
-    return [package for package in PACKAGES if f"{package} installed" not in answer]
-
-
-def install_packages():
-    missing = missing_packages()
-    if not missing:
-        return
-    install = ["apt-get", "-qq", "install", "--no-install-recommends", *missing]
-    if os.geteuid():
-        sys.exit(f"make test-vm needs packages, as root: {shlex.join(install)}")
-    say("apt", f"installing {' '.join(missing)}")
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    subprocess.run(["apt-get", "-qq", "update"], env=environment)
-    done = subprocess.run(install, env=environment, stdout=subprocess.DEVNULL)
-    if done.returncode:
-        sys.exit(f"make test-vm: apt-get could not install {' '.join(missing)}")
-
-
 # ---- kernels ----------------------------------------------------------------------------
 
 
@@ -114,53 +90,8 @@ def here(series):
     return Kernel(series, image.name.removeprefix("vmlinuz-"), image)
 
 
-class Apt:
-    """apt with sources and lists of its own: those of this machine stay as they are."""
-
-    def __init__(self):
-        self.folder = VM / "apt"
-        self.errors = ""
-        for name in ("lists/partial", "cache/archives/partial", "parts"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
-        (self.folder / "status").touch()
-        (self.folder / "sources.list").write_text("".join(map(self.source, self.places())))
-        settings = {
-            "Dir::Etc::sourcelist": "sources.list",
-            "Dir::Etc::sourceparts": "parts",
-            "Dir::Etc::preferencesparts": "parts",
-            "Dir::State::lists": "lists",
-            "Dir::State::status": "status",
-            "Dir::Cache": "cache",
-        }
-        lines = [f'{key} "{self.folder / value}";\n' for key, value in settings.items()]
-        lines.append('APT::Sandbox::User "root";\nAcquire::Languages "none";\n')
-        (self.folder / "apt.conf").write_text("".join(lines))
-
-    def places(self):
-        """(address, suite): all suites, security too, at the mirrors this machine uses."""
-        uris = subprocess.run(
-            ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"],
-            capture_output=True,
-            text=True,
-        ).stdout.split()
-        mirrors = sorted({uri for uri in uris if re.search(r"/debian(-security)?/?$", uri)})
-        if not mirrors:
-            raise NotTested("apt here has no Debian mirror")
-        for mirror in mirrors:
-            for suite in SUITES:
-                yield mirror, suite + "-security" * ("-security" in mirror)
-
-    def source(self, place):
-        return f"deb [arch=amd64 signed-by={KEYRING}] {place[0]} {place[1]} main\n"
-
-    def run(self, *command, cwd=None):
-        environment = {**os.environ, "APT_CONFIG": str(self.folder / "apt.conf")}
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-
-    def update(self):
-        """Each suite that is there counts: one that has left the mirror is no error yet."""
-        done = self.run("apt-get", "-qq", "update")
-        self.errors = next(iter(done.stderr.splitlines()), "")
+class Kernels(Apt):
+    """Where they are fetched from."""
 
     def newest(self, series):
         names = self.run("apt-cache", "pkgnames", f"linux-image-{series}.").stdout.split()
@@ -171,7 +102,7 @@ class Apt:
         ]
         if not fitting:
             errors = f" ({self.errors})" if self.errors else ""
-            raise NotTested(f"no linux-image-{series}.* in {', '.join(SUITES)}{errors}")
+            raise NotTested(f"no linux-image-{series}.* in {', '.join(self.suites)}{errors}")
         return max(fitting, key=release_order)
 
     def unpack(self, package):
@@ -200,13 +131,13 @@ def fetch(wanted):
         try:
             if not kernels[series]:
                 if not apt:
-                    apt = Apt()
+                    apt = Kernels(VM / "apt", SUITES)
                     apt.update()
                 package = apt.newest(series)
                 say(series, f"downloading {package}")
                 apt.unpack(package)
                 kernels[series] = here(series)
-        except (NotTested, OSError, subprocess.CalledProcessError) as error:
+        except (NotTested, NotThere, OSError, subprocess.CalledProcessError) as error:
             kernels[series] = NotTested(error)
     return kernels
 
@@ -452,7 +383,7 @@ def main(wanted):
     signal.signal(signal.SIGINT, interrupt)
     arguments = os.environ.get("PYTEST_ARGS", "").strip()
     try:
-        install_packages()
+        install_packages(PACKAGES, "test-vm")
         kernels = fetch(wanted)
         found = {s: kernel for s, kernel in kernels.items() if isinstance(kernel, Kernel)}
         results = dict(zip(found, run_guests(found.values(), arguments), strict=True))

@@ -23,7 +23,8 @@
 
 /* What is done at each step; true in a child, which is to go on unstepped. */
 static bool (*at_step)(void);
-static unsigned long steps, stride = 1;
+static unsigned long steps, stride = 1, made_children;
+static bool in_child;
 
 static void on_step(int signal, siginfo_t *info, void *context)
 {
@@ -56,6 +57,9 @@ static void end_steps(void)
 {
 	SET_FLAGS("andq $-257,");
 	at_step = NULL;
+	if (!in_child)
+		dprintf(STDOUT_FILENO, "        %lu instructions, %lu children\n", steps,
+			made_children);
 }
 
 /* ---- Operations ---- */
@@ -228,9 +232,6 @@ static void for_each_operation(void (*run)(size_t))
 }
 
 /* ---- A fork at every instruction ---- */
-
-static bool in_child;
-static unsigned long made_children;
 
 /* A fork before the fold would leave it nothing to do. */
 static bool fold_first;

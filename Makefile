@@ -24,7 +24,7 @@ HOURS ?= 1
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .PHONY: help demo build test test-vm test-wheel test-pythons test-bare ctest asan tsan fuzz asan-python \
-	coverage soak soak-vm bench bench-vm bench-check docs wheel lint lint-c format clean
+	coverage soak soak-vm bench bench-vm bench-check docs wheel release-check lint lint-c format clean
 .DELETE_ON_ERROR:
 
 help:	## print the targets (the default)
@@ -309,6 +309,9 @@ wheel: $(PACKAGERS)	## sdist, and from it a wheel for this Python and glibc 2.28
 	@$(BIN)/python -c 'import sys, zipfile; [file] = map(zipfile.ZipFile, sys.argv[1:]); \
 		print(sum(part.file_size for part in file.filelist), "bytes installed")' dist/*.whl
 	@ls -sh dist
+
+release-check:	## is this commit ready to be tagged as $(VERSION)?
+	@.ci/release-check $(VERSION)
 
 test-wheel: wheel	## pytest $(PYTEST_ARGS) on the wheel, in an environment of its own
 	@tests/installed.sh $(PYTEST_ARGS)

@@ -19,7 +19,7 @@ from libc.stdint cimport uintptr_t
 from posix.unistd cimport _SC_PAGESIZE, sysconf
 
 from rdmafork cimport *
-from rdmafork._core cimport Registration, check_usable, policy_of, protect
+from rdmafork._core cimport Registration, check_usable, is_set, policy_of, protect, set_flag
 
 import os
 import resource
@@ -55,6 +55,43 @@ cdef extern from "<sys/mman.h>" nogil:
     int madvise(void *, size_t, int)
 
 cdef extern from *:
+    """
+    /* How many views there are, -1 when there may be no more. */
+    static int begin_export(Py_ssize_t *exports)
+    {
+        Py_ssize_t old = __atomic_load_n(exports, __ATOMIC_RELAXED);
+
+        do {
+            if (old < 0)
+                return 0;
+        } while (!__atomic_compare_exchange_n(exports, &old, old + 1, 0, __ATOMIC_ACQUIRE,
+                                              __ATOMIC_RELAXED));
+        return 1;
+    }
+
+    static void end_export(Py_ssize_t *exports)
+    {
+        __atomic_sub_fetch(exports, 1, __ATOMIC_RELEASE);
+    }
+
+    /* 0: done. Else nothing has changed, and that is what it is. */
+    static Py_ssize_t end_exports(Py_ssize_t *exports)
+    {
+        Py_ssize_t none = 0;
+
+        __atomic_compare_exchange_n(exports, &none, -1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+        return none;
+    }
+
+    static void begin_exports(Py_ssize_t *exports)
+    {
+        __atomic_store_n(exports, 0, __ATOMIC_RELEASE);
+    }
+    """
+    bint begin_export(Py_ssize_t *exports)
+    void end_export(Py_ssize_t *exports)
+    Py_ssize_t end_exports(Py_ssize_t *exports)
+    void begin_exports(Py_ssize_t *exports)
     size_t SSIZE_MAX "PY_SSIZE_T_MAX"
     int ctz "__builtin_ctzll"(unsigned long long) nogil
 
@@ -140,9 +177,9 @@ cdef class Buffer(Registration):
             "bytes(buffer), or share memory (multiprocessing.shared_memory) and register that")
 
     def __getbuffer__(self, Py_buffer *view, int flags):
-        with cython.critical_section(self):
-            check_usable(self)
-            self.exports += 1
+        check_usable(self)
+        if not begin_export(&self.exports):
+            raise ValueError("the Buffer is closed")
         view.obj = self
         view.buf = <void *>self.start
         view.len = <Py_ssize_t>self.length
@@ -156,8 +193,7 @@ cdef class Buffer(Registration):
         view.internal = NULL
 
     def __releasebuffer__(self, Py_buffer *view):
-        with cython.critical_section(self):
-            self.exports -= 1
+        end_export(&self.exports)
 
     def __len__(self):
         check_usable(self)
@@ -169,22 +205,26 @@ cdef class Buffer(Registration):
         BufferError: views of it are exported (memoryviews, arrays, registrations
         made of it); then nothing has changed.
         """
+        cdef Py_ssize_t exports
         cdef int rc
-        with cython.critical_section(self):
-            if not self.open:
-                return
-            if self.slot.generation != rf_generation():
-                self.open = False
-                return
-            if self.exports:
-                raise BufferError(
-                    f"cannot close {self!r} while views of it are exported ({self.exports} are); "
-                    f"delete or close the arrays, memoryviews and registrations made of it")
-            # No new views from here on.
-            self.open = False
+        if not is_set(&self.open):
+            return
+        if self.slot.generation != rf_generation():
+            set_flag(&self.open, False)
+            return
+        # No new views from here on.
+        exports = end_exports(&self.exports)
+        if exports > 0:
+            raise BufferError(
+                f"cannot close {self!r} while views of it are exported ({exports} are); "
+                f"delete or close the arrays, memoryviews and registrations made of it")
+        if exports < 0:
+            return  # another thread closes it
+        set_flag(&self.open, False)
         rc = give_back(self)
         if rc == -EDEADLK:
-            self.open = True
+            begin_exports(&self.exports)
+            set_flag(&self.open, True)
             raise OSError(
                 EDEADLK, "called by a signal handler that interrupted rdmafork itself")
         if rc:
@@ -204,7 +244,7 @@ cdef class Buffer(Registration):
 
     def __repr__(self):
         state = (
-            "closed" if not self.open
+            "closed" if not is_set(&self.open)
             else "inherited" if self.inherited
             else "protected" if self.is_protected
             else "not protected"

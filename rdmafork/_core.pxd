@@ -5,6 +5,18 @@ from libc.stdint cimport uintptr_t
 from rdmafork cimport rf_handle, rf_policy
 
 
+cdef extern from *:
+    """
+    /* Of what is written under a lock, and read without it. */
+    #define FLAG_IS_SET(flag) __atomic_load_n(flag, __ATOMIC_ACQUIRE)
+    #define SET_FLAG(flag, value) __atomic_store_n(flag, value, __ATOMIC_RELEASE)
+    #define CLEAR_FLAG(flag) __atomic_exchange_n(flag, 0, __ATOMIC_ACQ_REL)
+    """
+    bint is_set "FLAG_IS_SET"(bint *flag) nogil
+    void set_flag "SET_FLAG"(bint *flag, bint value) nogil
+    bint clear_flag "CLEAR_FLAG"(bint *flag) nogil  # was it set?
+
+
 cdef class Registration:
     cdef Py_buffer view      # .obj NULL: the memory is held by owner instead
     cdef object owner        # or nobody

@@ -8,7 +8,10 @@ much again as the lock of the engine.
 Locking: everything shared between threads is the engine's, in C, under its own
 lock. That lock is never waited for with the GIL held: calls are made with
 RF_NOWAIT first, and again without the GIL when they would wait or enter the
-kernel. What belongs to one Registration is guarded by its critical section.
+kernel. What belongs to one Registration is guarded by its critical section; that
+ends where the thread waits, so nothing is read before a wait and used after it.
+A child enters none of an inherited object: without the GIL its lock may have been
+handed to a thread that the child does not have.
 """
 
 cimport cython
@@ -45,16 +48,20 @@ cdef extern from "Python.h":
 cdef extern from *:
     """
     static void forget_view(Py_buffer *view) { view->obj = NULL; }
+    #define SET_ONCE(flag) __atomic_exchange_n(flag, 1, __ATOMIC_RELAXED)
     #define IS_COLLECTABLE(object) PyType_HasFeature(Py_TYPE(object), Py_TPFLAGS_HAVE_GC)
     #ifdef Py_GIL_DISABLED
     #define MOST_IDLE 0 /* nothing guards the list of them */
+    #define HAS_LOCKS 1
     #else
+    #define HAS_LOCKS 0
     #define MOST_IDLE 64
     #endif
     """
     void forget_view(Py_buffer *view)
+    bint was_set "SET_ONCE"(bint *flag)
     bint is_collectable "IS_COLLECTABLE"(PyObject *)
-    enum: MOST_IDLE
+    enum: HAS_LOCKS, MOST_IDLE
 
 cdef dict MODES = {"auto": RF_MODE_AUTO, "lazy": RF_MODE_LAZY, "eager": RF_MODE_EAGER}
 cdef dict MODE_NAMES = {RF_MODE_LAZY: "lazy", RF_MODE_EAGER: "eager"}
@@ -169,6 +176,10 @@ cdef class Registration:
         Pages nobody else registered are ordinary memory again when this returns.
         A second call does nothing.
         """
+        if HAS_LOCKS and self.slot.generation != rf_generation():
+            if clear_flag(&self.open):
+                let_go(self, True)
+            return
         with cython.critical_section(self):
             if self.open:
                 let_go(self, unprotect(self) == -ECHILD)
@@ -183,6 +194,7 @@ cdef class Registration:
     @property
     def obj(self):
         """The object that holds the memory: the buffer, the tensor, the owner, or None."""
+        check_usable(self)
         with cython.critical_section(self):
             check_usable(self)
             if <PyObject *>self.view.obj != NULL:
@@ -218,7 +230,7 @@ cdef class Registration:
     @property
     def closed(self):
         """close() has been called."""
-        return not self.open
+        return not is_set(&self.open)
 
     @property
     def inherited(self):
@@ -227,7 +239,7 @@ cdef class Registration:
 
     def __repr__(self):
         state = (
-            "closed" if not self.open
+            "closed" if not is_set(&self.open)
             else "inherited" if self.inherited
             else "protected" if self.is_protected
             else "not protected"
@@ -236,7 +248,7 @@ cdef class Registration:
 
 
 cdef int abandon(Registration self) except -1:
-    self.open = False
+    set_flag(&self.open, False)
     forget_view(&self.view)
     Py_INCREF(self.owner)
     self.owner = None
@@ -260,11 +272,12 @@ cdef bint is_absent(Registration self):
 
 
 cdef int let_go(Registration self, bint inherited) except -1:
-    # Forgotten before it is released: the exporter's code may let other threads in.
-    cdef Py_buffer view = self.view
+    cdef Py_buffer view
     if inherited and is_absent(self):
         return abandon(self)
-    self.open = False
+    # Forgotten before it is released: the exporter's code may let other threads in.
+    view = self.view
+    set_flag(&self.open, False)
     forget_view(&self.view)
     self.owner = None
     if <PyObject *>view.obj != NULL:
@@ -273,7 +286,7 @@ cdef int let_go(Registration self, bint inherited) except -1:
 
 
 cdef int check_usable(Registration self) except -1:
-    if not self.open:
+    if not is_set(&self.open):
         raise ValueError(f"the {type(self).__name__} is closed")
     if self.slot.generation != rf_generation():
         raise InheritedError(
@@ -320,10 +333,8 @@ cdef int protect(Registration self, unsigned int flags, rf_policy policy) except
 
 
 cdef int warn_unprotected() except -1:
-    global warned
-    if warned:
+    if was_set(&warned):
         return 0
-    warned = True
     warnings.warn(
         "memory is registered before rdmafork.fork_init(), so nothing protects it from fork(); "
         "call fork_init() first, or set RDMAV_FORK_SAFE=1", UnprotectedWarning)

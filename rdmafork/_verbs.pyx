@@ -7,10 +7,11 @@ the parent's, and no verbs call is made with the GIL held.
 
 Who closes what: a context knows its protection domains and a domain its regions,
 by address alone, and each holds its parent. So a parent that is closed closes its
-children first, and one that is collected has none any more. A child leaves its
-parent's list first thing in its __dealloc__, and with the GIL nothing comes before
-that: what is in the list is a living object. Calls under way in other
-threads are counted, and waited for by who closes.
+children first, and one that is collected has none any more. A child is closed and
+leaves its parent's list in its finalizer, where it may still be referred to anew, and
+never in its __dealloc__, where it may not: what is in the list is an object whose
+reference take() gets, or one whose finalizer another thread is about to run. Calls
+under way in other threads are counted, and waited for by who closes.
 
 A region is registered with the engine before libibverbs sees it. Where the engine
 is libibverbs' own fork support too, it would hear of the region a second time: the
@@ -26,8 +27,8 @@ from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
 from posix.unistd cimport usleep
 
 from rdmafork cimport *
-from rdmafork._core cimport Registration, abandon, check_usable, close_before, hold, let_go
-from rdmafork._core cimport policy_of, protect, unprotect
+from rdmafork._core cimport Registration, abandon, check_usable, clear_flag, hold, is_set
+from rdmafork._core cimport let_go, policy_of, protect, set_flag, unprotect
 from rdmafork._ibverbs cimport *
 
 import os
@@ -43,6 +44,58 @@ cdef extern from "errno.h":
 
 cdef extern from "endian.h" nogil:
     uint64_t be64toh(uint64_t)
+
+cdef extern from *:
+    """
+    /*
+     * take() is a new reference to an object that only its address is known of: 0, and
+     * none, where its last one has gone already.
+     */
+    #ifndef Py_GIL_DISABLED
+    #define make_takable(object)
+    /* Its finalizer runs, and refers to it, before another thread does. */
+    static inline int take(PyObject *object) { Py_INCREF(object); return 1; }
+    #else
+    #if PY_VERSION_HEX < 0x030E0000
+    #ifndef Py_BUILD_CORE
+    #define Py_BUILD_CORE 1
+    #endif
+    #include <internal/pycore_object.h>
+    #define PyUnstable_EnableTryIncRef _PyObject_SetMaybeWeakref
+    #define PyUnstable_TryIncRef _Py_TryIncref
+    #endif
+    #define make_takable PyUnstable_EnableTryIncRef
+    #define take PyUnstable_TryIncRef
+    #endif
+
+    /* How many threads list devices, and above it in which process. */
+    static uint64_t listing;
+
+    static int begin_listing(uint32_t process)
+    {
+        uint64_t old = __atomic_load_n(&listing, __ATOMIC_RELAXED), now;
+
+        do {
+            now = (uint64_t)process << 32 | 1;
+            if (old >> 32 == process)
+                now = old + 1;
+            else if ((uint32_t)old)
+                return 0;
+        } while (!__atomic_compare_exchange_n(&listing, &old, now, 0, __ATOMIC_ACQ_REL,
+                                              __ATOMIC_RELAXED));
+        return 1;
+    }
+
+    static void end_listing(void) { __atomic_sub_fetch(&listing, 1, __ATOMIC_ACQ_REL); }
+    """
+    void make_takable(PyObject *)
+    bint take(PyObject *)
+    # Its list of devices has a lock, which a child inherits in whatever state it is.
+    bint begin_listing(uint32_t process)
+    void end_listing()
+
+cdef extern from "Python.h":
+    void drop "Py_DECREF"(PyObject *)
 
 
 class Access(IntFlag):
@@ -77,10 +130,7 @@ cdef unsigned int OPTIONAL = 0x3ff << 20  # ignored by devices that do not know 
 
 cdef ibverbs verbs
 cdef bint loaded = False
-
-# Its list of devices has a lock, which a child inherits in whatever state it is.
-cdef uint32_t listing_process = 0
-cdef int listing = 0
+cdef object loading = object()
 
 
 cdef void *symbol(void *library, const char *name) except NULL:
@@ -91,9 +141,10 @@ cdef void *symbol(void *library, const char *name) except NULL:
 
 
 cdef int load() except -1:
-    global loaded
+    global verbs
     cdef void *library
-    if loaded:
+    cdef ibverbs found
+    if is_set(&loaded):
         return 0
     with nogil:
         library = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL)
@@ -103,50 +154,49 @@ cdef int load() except -1:
             ELIBACC,
             f"libibverbs.so.1 cannot be loaded; install libibverbs1 and ibverbs-providers (Debian, "
             f"Ubuntu) or libibverbs (Fedora, RHEL): {reason.decode('utf-8', 'replace')}")
-    verbs.get_device_list = <ibv_device **(*)(int *) noexcept nogil>symbol(
+    found.get_device_list = <ibv_device **(*)(int *) noexcept nogil>symbol(
         library, "ibv_get_device_list")
-    verbs.free_device_list = <void (*)(ibv_device **) noexcept nogil>symbol(
+    found.free_device_list = <void (*)(ibv_device **) noexcept nogil>symbol(
         library, "ibv_free_device_list")
-    verbs.get_device_name = <const char *(*)(ibv_device *) noexcept nogil>symbol(
+    found.get_device_name = <const char *(*)(ibv_device *) noexcept nogil>symbol(
         library, "ibv_get_device_name")
-    verbs.get_device_guid = <uint64_t (*)(ibv_device *) noexcept nogil>symbol(
+    found.get_device_guid = <uint64_t (*)(ibv_device *) noexcept nogil>symbol(
         library, "ibv_get_device_guid")
-    verbs.open_device = <ibv_context *(*)(ibv_device *) noexcept nogil>symbol(
+    found.open_device = <ibv_context *(*)(ibv_device *) noexcept nogil>symbol(
         library, "ibv_open_device")
-    verbs.close_device = <int (*)(ibv_context *) noexcept nogil>symbol(
+    found.close_device = <int (*)(ibv_context *) noexcept nogil>symbol(
         library, "ibv_close_device")
-    verbs.query_port = <int (*)(ibv_context *, uint8_t, ibv_port_attr *) noexcept nogil>symbol(
+    found.query_port = <int (*)(ibv_context *, uint8_t, ibv_port_attr *) noexcept nogil>symbol(
         library, "ibv_query_port")
-    verbs.alloc_pd = <ibv_pd *(*)(ibv_context *) noexcept nogil>symbol(library, "ibv_alloc_pd")
-    verbs.dealloc_pd = <int (*)(ibv_pd *) noexcept nogil>symbol(library, "ibv_dealloc_pd")
-    verbs.reg_mr = <ibv_mr *(*)(ibv_pd *, void *, size_t, int) noexcept nogil>symbol(
+    found.alloc_pd = <ibv_pd *(*)(ibv_context *) noexcept nogil>symbol(library, "ibv_alloc_pd")
+    found.dealloc_pd = <int (*)(ibv_pd *) noexcept nogil>symbol(library, "ibv_dealloc_pd")
+    found.reg_mr = <ibv_mr *(*)(ibv_pd *, void *, size_t, int) noexcept nogil>symbol(
         library, "ibv_reg_mr")
-    verbs.reg_mr_iova2 = (
+    found.reg_mr_iova2 = (
         <ibv_mr *(*)(ibv_pd *, void *, size_t, uint64_t, unsigned int) noexcept nogil>dlsym(
             library, "ibv_reg_mr_iova2"))
-    verbs.dereg_mr = <int (*)(ibv_mr *) noexcept nogil>symbol(library, "ibv_dereg_mr")
-    loaded = True
+    found.dereg_mr = <int (*)(ibv_mr *) noexcept nogil>symbol(library, "ibv_dereg_mr")
+    with cython.critical_section(loading):
+        if not loaded:
+            verbs = found
+            set_flag(&loaded, True)
     return 0
 
 
 cdef ibv_device **list_devices(int *count) except NULL:
     """To be freed."""
-    global listing, listing_process
     cdef ibv_device **devices
     cdef int error
     load()
-    if listing_process != rf_generation():
-        if listing:
-            raise OSError(
-                EDEADLK,
-                "this process was forked while another thread of its parent listed devices, so "
-                "libibverbs' lock is taken here for ever; exec(), or fork at another time")
-        listing_process = rf_generation()
-    listing += 1
+    if not begin_listing(rf_generation()):
+        raise OSError(
+            EDEADLK,
+            "this process was forked while another thread of its parent listed devices, so "
+            "libibverbs' lock is taken here for ever; exec(), or fork at another time")
     with nogil:
         devices = verbs.get_device_list(count)
         error = errno
-    listing -= 1
+    end_listing()
     if devices == NULL:
         raise OSError(error, f"libibverbs cannot list devices: {os.strerror(error)}")
     return devices
@@ -222,7 +272,7 @@ cdef struct Link:
 
 
 @cython.internal
-@cython.no_gc_clear  # Its children leave it as they are deallocated.
+@cython.no_gc_clear  # Its children leave it as they are finalized.
 cdef class Parent:
     """What has children, and is used by several threads while one closes it."""
     cdef Link *children
@@ -237,7 +287,7 @@ cdef class Parent:
     @property
     def closed(self):
         """close() has been called."""
-        return not self.open
+        return not is_set(&self.open)
 
     @property
     def inherited(self):
@@ -253,7 +303,7 @@ cdef class Parent:
 
 
 cdef int check_open(Parent self) except -1:
-    if not self.open:
+    if not is_set(&self.open):
         raise ValueError(f"the {type(self).__name__} is closed")
     if self.generation != rf_generation():
         raise InheritedError(
@@ -272,6 +322,7 @@ cdef int wait_for_users(Parent self) except -1:
 
 
 cdef int enter(Parent self) except -1:
+    check_open(self)
     with cython.critical_section(self):
         check_open(self)
         self.users += 1
@@ -285,17 +336,32 @@ cdef void leave(Parent self) noexcept:
 
 cdef int close_children(Parent self) except -1:
     """Nothing new comes: it is not open any more."""
-    cdef object child
+    cdef Link *link
+    cdef PyObject *child
+    cdef bint taken, remains
     while True:
         wait_for_users(self)
         with cython.critical_section(self):
             if self.children == NULL:
                 return 0
-            child = <object>self.children.child
-        child.close()
+            link = self.children
+            child = link.child
+            taken = take(child)
+        if taken:
+            try:
+                (<object>child).close()
+            finally:
+                drop(child)
+        with cython.critical_section(self):
+            remains = self.children == link
+        # Another thread closes or finalizes it, and needs the GIL for that.
+        if remains:
+            with nogil:
+                usleep(50)
 
 
 cdef void add_child(Parent self, object child, Link *link) noexcept:
+    make_takable(<PyObject *>child)
     with cython.critical_section(self):
         link.child = <PyObject *>child
         link.before = NULL
@@ -306,6 +372,9 @@ cdef void add_child(Parent self, object child, Link *link) noexcept:
 
 
 cdef void drop_child(Parent self, Link *link) noexcept:
+    # No lock in a child, and nobody there closes an inherited parent's children.
+    if self.generation != rf_generation():
+        return
     with cython.critical_section(self):
         if link.child == NULL:
             return
@@ -324,7 +393,7 @@ cdef void enter_to_close(Parent self) noexcept:
 
 
 cdef str describe(object state, Parent self):
-    return "closed" if not self.open else "inherited" if self.inherited else state
+    return "closed" if not is_set(&self.open) else "inherited" if self.inherited else state
 
 
 # ---- Contexts ------------------------------------------------------------------------
@@ -366,25 +435,24 @@ cdef class Context(Parent):
 
     def close(self):
         """Close what was made from it, then the device. A second call does nothing."""
-        with cython.critical_section(self):
-            if not self.open:
-                return
-            self.open = False
-        if self.inherited:
+        if not clear_flag(&self.open) or self.inherited:
             return
         try:
             close_children(self)
         except BaseException:
-            self.open = True
+            set_flag(&self.open, True)
             raise
         close_context(self.context)
 
     @property
     def address(self):
         """The struct ibv_context's, for other code's verbs calls while this is open."""
-        check_open(self)
-        expect_queues(self)
-        return <uintptr_t>self.context
+        enter(self)
+        try:
+            expect_queues(self)
+            return <uintptr_t>self.context
+        finally:
+            leave(self)
 
     def alloc_pd(self):
         """A new ProtectionDomain. Source: ibv_alloc_pd(3)."""
@@ -398,7 +466,7 @@ cdef class Context(Parent):
                 domain.pd = verbs.alloc_pd(self.context)
                 error = errno
             domain.generation = self.generation
-            domain.open = domain.pd != NULL
+            set_flag(&domain.open, domain.pd != NULL)
         finally:
             if not domain.open:
                 drop_child(self, &domain.link)
@@ -415,11 +483,11 @@ cdef class Context(Parent):
 cdef int expect_queues(Context self) except -1:
     """Other code may make queues, mapped from the device's file: a child gets none of them."""
     cdef int rc
-    if self.has_queues:
+    if is_set(&self.has_queues):
         return 0
     with nogil:
         rc = rf_descriptor_omit(self.context.cmd_fd, RF_MAPPED)
-    self.has_queues = rc >= 0
+    set_flag(&self.has_queues, rc >= 0)
     if rc < 0:
         raise OSError(-rc, f"the queues of {self.device.name} cannot be kept from children: "
                       f"{os.strerror(-rc)}")
@@ -465,7 +533,7 @@ cdef ibv_context *open_between_forks(bytes name, object guid) except NULL:
 # ---- Protection domains --------------------------------------------------------------
 
 @cython.final
-@cython.no_gc_clear  # It is deallocated before its context is.
+@cython.no_gc_clear  # It is finalized before its context is deallocated.
 cdef class ProtectionDomain(Parent):
     """What regions and queue pairs must share to work together. A context manager.
 
@@ -481,17 +549,14 @@ cdef class ProtectionDomain(Parent):
     def __init__(self):
         raise TypeError("a ProtectionDomain is made by Context.alloc_pd() or from_address()")
 
-    def __dealloc__(self):
-        if self.context is None:
-            return
-        if not self.open or self.generation != rf_generation():
-            drop_child(self.context, &self.link)
-            return
-        enter_to_close(self.context)
-        drop_child(self.context, &self.link)
-        with nogil:
-            verbs.dealloc_pd(self.pd)
-        leave(self.context)
+    def __del__(self):
+        try:
+            self.close()
+        except OSError:
+            pass  # Other code has objects in it, and nobody is there to be told.
+        finally:
+            if self.context is not None:
+                drop_child(self.context, &self.link)
 
     @staticmethod
     def from_address(address, *, owner=None):
@@ -519,11 +584,7 @@ cdef class ProtectionDomain(Parent):
         regions are closed, the domain is not.
         """
         cdef int rc = 0
-        with cython.critical_section(self):
-            if not self.open:
-                return
-            self.open = False
-        if self.inherited:
+        if not clear_flag(&self.open) or self.inherited:
             return
         try:
             close_children(self)
@@ -535,7 +596,7 @@ cdef class ProtectionDomain(Parent):
                     "queue pairs or other objects of its are not destroyed yet"
                     if rc == EBUSY else os.strerror(rc)))
         except BaseException:
-            self.open = True
+            set_flag(&self.open, True)
             raise
         if self.context is not None:
             drop_child(self.context, &self.link)
@@ -544,10 +605,13 @@ cdef class ProtectionDomain(Parent):
     @property
     def address(self):
         """The struct ibv_pd's, for other code's verbs calls while this is open."""
-        check_open(self)
-        if self.context is not None:
-            expect_queues(self.context)
-        return <uintptr_t>self.pd
+        enter(self)
+        try:
+            if self.context is not None:
+                expect_queues(self.context)
+            return <uintptr_t>self.pd
+        finally:
+            leave(self)
 
     def register(self, buffer, access=None, on_fork="omit"):
         """Register a buffer with the device: a MemoryRegion, which fork() leaves alone.
@@ -570,8 +634,6 @@ cdef class ProtectionDomain(Parent):
         check_open(self)
         region.domain = self
         hold(region, buffer)
-        if region.guard is None:
-            close_before(region)  # the domain's owner may close that as it is cleared
         region.access_flags = access_of(region, access)
         if region.access_flags & UNPINNED:
             region.slot.generation = rf_generation()
@@ -699,7 +761,7 @@ def mapping_cause(start, end, flags):
 # ---- Memory regions ------------------------------------------------------------------
 
 @cython.final
-@cython.no_gc_clear  # It is deallocated before its domain is, and lets go of its buffer.
+@cython.no_gc_clear  # It is finalized before its domain is deallocated.
 cdef class MemoryRegion(Registration):
     """Memory a device may use, and that fork() leaves alone, until close().
 
@@ -714,20 +776,15 @@ cdef class MemoryRegion(Registration):
     def __init__(self):
         raise TypeError("a MemoryRegion is made by ProtectionDomain.register()")
 
-    def __dealloc__(self):
-        cdef ibv_mr *mr = self.mr
-        cdef int rc
-        if mr == NULL:
+    def __del__(self):
+        if self.domain is None:
             return
-        if self.slot.generation != rf_generation():
+        try:
+            if close_region(self):
+                # The device may use it still: it stays registered, and the memory held.
+                abandon(self)
+        finally:
             drop_child(self.domain, &self.link)
-            return
-        enter_to_close(self.domain)
-        drop_child(self.domain, &self.link)
-        rc = unpin(mr)
-        leave(self.domain)
-        if rc and rc != EIO:
-            abandon(self)
 
     def close(self):
         """Deregister it, then give protection and buffer back. A second call does nothing.
@@ -735,45 +792,34 @@ cdef class MemoryRegion(Registration):
         OSError: the device refuses (EBUSY: memory windows are bound to it); then
         it is registered as before.
         """
-        cdef bint inherited = self.slot.generation != rf_generation()
-        cdef int rc
-        with cython.critical_section(self):
-            if not self.open:
-                return
-            self.open = False
-        if not inherited:
-            enter_to_close(self.domain)
-            try:
-                rc = unpin(self.mr)
-                if rc and rc != EIO:
-                    self.open = True
-                    raise OSError(rc, f"{self!r} cannot be deregistered: " + (
-                        "memory windows are bound to it" if rc == EBUSY else os.strerror(rc)))
-                self.mr = NULL
-                unprotect(self)
-            finally:
-                if self.mr == NULL:
-                    drop_child(self.domain, &self.link)
-                leave(self.domain)
-        let_go(self, inherited)
+        cdef int rc = close_region(self)
+        if rc:
+            raise OSError(rc, f"{self!r} cannot be deregistered: " + (
+                "memory windows are bound to it" if rc == EBUSY else os.strerror(rc)))
 
     @property
     def lkey(self):
         """Names it in this process's work requests."""
         check_usable(self)
-        return self.mr.lkey
+        with cython.critical_section(self):
+            check_usable(self)
+            return self.mr.lkey
 
     @property
     def rkey(self):
         """Names it in a peer's remote reads, writes and atomics."""
         check_usable(self)
-        return self.mr.rkey
+        with cython.critical_section(self):
+            check_usable(self)
+            return self.mr.rkey
 
     @property
     def handle(self):
         """The kernel's number for it."""
         check_usable(self)
-        return self.mr.handle
+        with cython.critical_section(self):
+            check_usable(self)
+            return self.mr.handle
 
     @property
     def access(self):
@@ -782,9 +828,41 @@ cdef class MemoryRegion(Registration):
         return Access(self.access_flags)
 
     def __repr__(self):
-        if not self.open or self.inherited:
-            state = "inherited" if self.open else "closed"
+        cdef uint32_t lkey, rkey
+        try:
+            lkey, rkey = self.lkey, self.rkey
+        except InheritedError:
+            state = "inherited"
+        except ValueError:
+            state = "closed"
         else:
-            state = f"lkey 0x{self.mr.lkey:x}, rkey 0x{self.mr.rkey:x}, " + (
+            state = f"lkey 0x{lkey:x}, rkey 0x{rkey:x}, " + (
                 "protected" if self.is_protected else "not protected")
         return f"<rdmafork.MemoryRegion 0x{self.start:x}, {self.length} bytes, {state}>"
+
+
+cdef int close_region(MemoryRegion self) except? -1:
+    """0, or the errno with which the device refuses: it is registered as before."""
+    cdef int rc = 0
+    if self.slot.generation != rf_generation():
+        if clear_flag(&self.open):
+            let_go(self, True)
+        return 0
+    with cython.critical_section(self):
+        if not clear_flag(&self.open):
+            return 0
+    enter_to_close(self.domain)
+    try:
+        if self.mr != NULL:
+            rc = unpin(self.mr)
+        if rc and rc != EIO:
+            set_flag(&self.open, True)
+            return rc
+        self.mr = NULL
+        unprotect(self)
+    finally:
+        if self.mr == NULL:
+            drop_child(self.domain, &self.link)
+        leave(self.domain)
+    let_go(self, False)
+    return 0

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
  * A libibverbs with one device, for where none is, each of whose calls can be made to fail.
- * What it has open is counted.
+ * What it has open is counted, and what no device would survive: its objects know their
+ * parents, and are never freed. Any thread may call it while none of its calls is to fail.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -11,15 +12,22 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+/* Last in every object, behind what is libibverbs' own. */
+struct life {
+	int open, children;
+};
+
 struct ibv_context {
 	void *device;
 	void *ops[32];
 	int cmd_fd, async_fd;
+	struct life life;
 };
 
 struct ibv_pd {
 	struct ibv_context *context;
 	uint32_t handle;
+	struct life life;
 };
 
 struct ibv_mr {
@@ -28,9 +36,10 @@ struct ibv_mr {
 	void *addr;
 	size_t length;
 	uint32_t handle, lkey, rkey;
+	struct life life;
 };
 
-static int fail_at, fail_with, faults, calls, open_now;
+static int fail_at, fail_with, faults, calls, open_now, wrong;
 
 /* The @nth call from now on fails with @error; 0: none. */
 void standin_fail(int nth, int error)
@@ -52,12 +61,23 @@ int standin_calls(void)
 /* Contexts, domains, regions and lists. */
 int standin_open(void)
 {
-	return open_now;
+	return __atomic_load_n(&open_now, __ATOMIC_SEQ_CST);
+}
+
+/* Calls on what was given back, or that leave children behind. */
+int standin_wrong(void)
+{
+	return __atomic_load_n(&wrong, __ATOMIC_SEQ_CST);
+}
+
+static int add(int *count, int n)
+{
+	return __atomic_add_fetch(count, n, __ATOMIC_SEQ_CST);
 }
 
 static int injected(void)
 {
-	calls++;
+	add(&calls, 1);
 	if (!fail_at || --fail_at)
 		return 0;
 	faults++;
@@ -65,23 +85,40 @@ static int injected(void)
 	return fail_with;
 }
 
+/* So that threads meet in every order. */
+static void take_time(void)
+{
+	usleep((unsigned int)calls * 37 & 127);
+}
+
 static void *make(size_t nbytes)
 {
 	if (injected())
 		return NULL;
-	open_now++;
+	add(&open_now, 1);
 	return calloc(1, nbytes);
 }
 
-static int unmake(void *object)
+static void begin(struct life *life, struct life *parent)
 {
-	int error = injected();
+	life->open = 1;
+	if (!parent)
+		return;
+	add(&wrong, !__atomic_load_n(&parent->open, __ATOMIC_SEQ_CST));
+	add(&parent->children, 1);
+	take_time();
+}
 
-	if (error)
-		return error;
-	open_now--;
-	free(object);
-	return 0;
+static void end(struct life *life, struct life *parent)
+{
+	add(&wrong, __atomic_load_n(&life->children, __ATOMIC_SEQ_CST) != 0);
+	add(&wrong, !__atomic_exchange_n(&life->open, 0, __ATOMIC_SEQ_CST));
+	add(&open_now, -1);
+	if (!parent)
+		return;
+	take_time();
+	add(&wrong, !__atomic_load_n(&parent->open, __ATOMIC_SEQ_CST));
+	add(&parent->children, -1);
 }
 
 void **ibv_get_device_list(int *count)
@@ -97,7 +134,7 @@ void **ibv_get_device_list(int *count)
 
 void ibv_free_device_list(void **list)
 {
-	open_now--;
+	add(&open_now, -1);
 	free(list);
 }
 
@@ -123,16 +160,16 @@ struct ibv_context *ibv_open_device(void *device)
 		context->device = device;
 		context->cmd_fd = open("/dev/zero", O_RDWR | O_CLOEXEC);
 		context->async_fd = eventfd(0, EFD_CLOEXEC);
+		begin(&context->life, NULL);
 	}
 	return context;
 }
 
 int ibv_close_device(struct ibv_context *context)
 {
+	end(&context->life, NULL);
 	close(context->cmd_fd);
 	close(context->async_fd);
-	open_now--;
-	free(context);
 	return 0;
 }
 
@@ -146,14 +183,20 @@ struct ibv_pd *ibv_alloc_pd(struct ibv_context *context)
 {
 	struct ibv_pd *pd = make(sizeof(*pd));
 
-	if (pd)
+	if (pd) {
 		pd->context = context;
+		begin(&pd->life, &context->life);
+	}
 	return pd;
 }
 
 int ibv_dealloc_pd(struct ibv_pd *pd)
 {
-	return unmake(pd);
+	int error = injected();
+
+	if (!error)
+		end(&pd->life, &pd->context->life);
+	return error;
 }
 
 struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access)
@@ -161,8 +204,10 @@ struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int acce
 	struct ibv_mr *mr = make(sizeof(*mr));
 
 	(void)access;
-	if (mr)
-		*mr = (struct ibv_mr){ pd->context, pd, addr, length, 1, 2, 3 };
+	if (mr) {
+		*mr = (struct ibv_mr){ pd->context, pd, addr, length, 1, 2, 3, { 0, 0 } };
+		begin(&mr->life, &pd->life);
+	}
 	return mr;
 }
 
@@ -175,5 +220,9 @@ struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length, ui
 
 int ibv_dereg_mr(struct ibv_mr *mr)
 {
-	return unmake(mr);
+	int error = injected();
+
+	if (!error)
+		end(&mr->life, &mr->pd->life);
+	return error;
 }

@@ -1,0 +1,269 @@
+"""Objects that many threads use at once: nothing is given back twice, early or never.
+
+With the GIL as without it; without, on CPython built --disable-gil: make test-freethreaded.
+"""
+
+import ctypes
+import gc
+import os
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import LAZY, PAGE, child, fork_once, fresh, in_threads
+from standin import Builder
+
+import rdmafork
+
+both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
+
+
+def swallow(function, *expected):
+    """function, which may also raise what is expected."""
+
+    def tolerant():
+        try:
+            function()
+        except expected:
+            pass
+
+    return tolerant
+
+
+# ---- registrations and Buffers -----------------------------------------------------------
+
+
+@both_modes
+@fresh
+def test_all_threads_register_read_and_close_in_the_same_memory(mode):
+    sys.setswitchinterval(1e-6)
+    rdmafork.fork_init(mode)
+    memory = rdmafork.Buffer(16 * PAGE)
+    shared = [rdmafork.register(memory) for _ in range(64)]
+
+    def works(seed):
+        chance = random.Random(seed)
+        for _ in range(500):
+            at = chance.randrange(len(shared))
+            registration = shared[at]
+            try:
+                assert registration.obj is memory
+                assert registration.nbytes == 16 * PAGE
+            except ValueError as error:
+                assert "closed" in str(error)
+            repr(registration)
+            registration.close()
+            assert registration.closed
+            shared[at] = rdmafork.register(memory)
+
+    in_threads([lambda s=s: works(s) for s in range(6)])
+    assert rdmafork.stats().registrations == 65
+    for registration in shared:
+        registration.close()
+    memory.close()  # each view was given back, and once
+    assert rdmafork.stats().registrations == 0
+
+
+@both_modes
+@fresh
+def test_a_buffer_goes_once_and_never_under_a_view(mode):
+    sys.setswitchinterval(1e-6)
+    rdmafork.fork_init(mode)
+
+    def uses(buffer):
+        for _ in range(20):
+            try:
+                with memoryview(buffer) as view:
+                    view[0], view[-1] = 1, 1
+            except ValueError as error:
+                assert "closed" in str(error)
+
+    for _ in range(150):
+        buffer = rdmafork.Buffer(2 * PAGE)
+        close = swallow(buffer.close, BufferError)
+        in_threads([*[lambda b=buffer: uses(b)] * 3, close, close])
+        buffer.close()
+        assert buffer.closed and rdmafork.stats().registrations == 0
+
+
+@both_modes
+@fresh
+def test_a_child_uses_what_other_threads_had_in_their_hands_at_the_fork(mode):
+    """No lock of an object is left taken by a thread that is not there."""
+    sys.setswitchinterval(1e-6)
+    rdmafork.fork_init(mode)
+    buffer = rdmafork.Buffer(PAGE)
+    # A tuple: CPython's own lists can be left locked in a child, too.
+    held = tuple(rdmafork.register(buffer) for _ in range(4))
+    done = []
+
+    def uses(at):
+        while not done:
+            memoryview(buffer).release()
+            assert held[at].obj is buffer
+            rdmafork.register(buffer).close()
+
+    def look():
+        for registration in held:
+            assert registration.closed or registration.inherited
+            repr(registration)
+            registration.close()
+            assert registration.closed
+        buffer.close()
+
+    def forks():
+        for _ in range(60):
+            pid = os.fork()
+            if not pid:
+                try:
+                    look()
+                except BaseException as error:
+                    os.write(2, f"{error!r}\n".encode())
+                    os._exit(1)
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+        done.append(True)
+
+    in_threads([forks, *[lambda at=at: uses(at) for at in (0, 0, 1, 1)]])
+
+
+# ---- contexts, domains and regions -------------------------------------------------------
+
+
+@pytest.fixture
+def device(tmp_path):
+    """The environment in which libibverbs is standin_verbs.c."""
+    Builder(tmp_path)(source=Path(__file__).with_name("standin_verbs.c"))
+    return {"LD_LIBRARY_PATH": str(tmp_path)}
+
+
+def opened():
+    """(Context of the stand-in's device, the stand-in)"""
+    import rdmafork.devices
+
+    rdmafork.devices.find_device = lambda name: SimpleNamespace(name=name, node_guid=None)
+    context = rdmafork.Context("mlx5_7")
+    return context, ctypes.CDLL("libibverbs.so.1")
+
+
+def nothing_is_left(library):
+    gc.collect()
+    assert library.standin_wrong() == 0
+    assert library.standin_open() == 0
+    assert rdmafork.stats().registrations == 0
+
+
+def _closed_in_any_order():
+    sys.setswitchinterval(1e-6)
+    rdmafork.fork_init()
+    chance = random.Random(7)
+    for round in range(120):
+        context, library = opened()
+        domains = [context.alloc_pd() for _ in range(2)]
+        # Read by threads one after the other, dropped by whoever has them last.
+        regions = [chance.choice(domains).register(bytearray(PAGE)) for _ in range(6)]
+        dropped = [domain.register(bytes(PAGE), access=0) for domain in domains for _ in range(3)]
+
+        def reads(regions=regions):
+            for region in regions:
+                try:
+                    assert (region.lkey, region.rkey, region.handle) == (2, 3, 1)
+                except ValueError as error:
+                    assert "closed" in str(error)
+                repr(region)
+
+        def makes(domains=domains, context=context):
+            for domain in domains:
+                domain.register(bytearray(PAGE))
+                assert domain.address and context.address
+            context.alloc_pd().register(bytearray(PAGE))
+
+        jobs = [
+            *[region.close for region in regions[:3]],
+            *[domain.close for domain in domains],
+            *[context.close] * (1 + round % 2),
+            *[reads] * 2,
+            dropped.clear,
+            swallow(makes, ValueError),
+        ]
+        chance.shuffle(jobs)
+        in_threads(jobs)
+        context.close()
+        assert all(one.closed for one in (*regions, *domains))
+        del jobs, regions, domains, dropped, context, reads, makes
+    nothing_is_left(library)
+
+
+def test_device_objects_are_closed_in_any_order_by_all_threads_at_once(run, device):
+    run(_closed_in_any_order, env=device)
+
+
+def _parents_closed_as_children_are_dropped():
+    sys.setswitchinterval(1e-6)
+    rdmafork.fork_init()
+    for _ in range(300):
+        context, library = opened()
+        domain = context.alloc_pd()
+        regions = [[domain.register(bytearray(PAGE))] for _ in range(4)]
+        close = domain.close
+        del domain
+        in_threads([*[region.clear for region in regions], close, context.close])
+        del close
+    context.close()
+    nothing_is_left(library)
+
+
+def test_a_parent_closes_children_as_their_last_reference_goes(run, device):
+    run(_parents_closed_as_children_are_dropped, env=device)
+
+
+def _collected():
+    sys.setswitchinterval(1e-6)
+    rdmafork.fork_init()
+    context, library = opened()
+
+    def makes():
+        for _ in range(50):
+            domain = context.alloc_pd()
+            cycle = [domain, domain.register(bytearray(PAGE)), domain.register(memoryview(b"x"))]
+            cycle.append(cycle)
+
+    def collects():
+        for _ in range(30):
+            gc.collect()
+
+    in_threads([makes, makes, collects, collects, fork_once])
+    gc.collect()
+    assert library.standin_open() == 1
+    context.close()
+    nothing_is_left(library)
+
+
+def test_device_objects_in_garbage_are_closed_before_it_is_cleared(run, device):
+    run(_collected, env=device)
+
+
+def _inherited():
+    rdmafork.fork_init()
+    context, library = opened()
+    domain = context.alloc_pd()
+    region = domain.register(bytearray(PAGE))
+
+    def drop():
+        nonlocal context, domain, region
+        assert region.inherited
+        region.close()
+        del region, domain, context
+        gc.collect()
+        return library.standin_open(), library.standin_wrong()
+
+    assert child(drop) == (3, 0)
+    del drop, region, domain
+    context.close()
+    nothing_is_left(library)
+
+
+def test_a_child_makes_no_call_of_the_device_s_for_what_it_drops(run, device):
+    run(_inherited, env=device)

@@ -57,7 +57,7 @@ static struct {
  * taken for ever. So none goes there while a fork is under way, and a fork waits for
  * those who are, though not for long: they may be waiting for what it holds.
  */
-#define PATIENCE 20000
+#define PATIENCE 1 /* seconds */
 static int rounds;
 static __thread int rounds_here __attribute__((tls_model("initial-exec")));
 
@@ -457,20 +457,29 @@ static bool is_as_it_was(const struct copy *copy)
 	return copy->library.how != RF_LIBRARY_PATCHED || is_patched(copy);
 }
 
-/* False: a fork is under way. @insist: it is waited for. */
+/* A moment; false when that many seconds have passed since @began. */
+static bool rest(uint64_t began, unsigned int seconds)
+{
+	static const uint32_t nobody;
+
+	rf_sys_futex_wait(&nobody, 0, 100000);
+	return rf_sys_now() - began < (uint64_t)seconds * 1000000000u;
+}
+
+/* False: a fork is under way. @insist: it is waited for, as long as a fork may take. */
 static bool begin_round(bool insist)
 {
-	int tries;
+	const uint64_t began = insist ? rf_sys_now() : 0;
+	bool patient = true;
 
-	for (tries = 0;; tries++) {
+	for (;;) {
 		__atomic_add_fetch(&rounds, 1, __ATOMIC_SEQ_CST);
-		if (!__atomic_load_n(&rf_engine.window, __ATOMIC_SEQ_CST) ||
-		    (insist && tries == PATIENCE))
+		if (!__atomic_load_n(&rf_engine.window, __ATOMIC_SEQ_CST) || !patient)
 			break;
 		__atomic_sub_fetch(&rounds, 1, __ATOMIC_SEQ_CST);
 		if (!insist)
 			return false;
-		rf_sys_yield();
+		patient = rest(began, rf_engine.patience);
 	}
 	rounds_here++;
 	return true;
@@ -582,13 +591,13 @@ int rf_intercept_forward(void)
 
 void rf_intercept_wait(void)
 {
-	int tries;
+	uint64_t began;
 
-	for (tries = 0; tries < PATIENCE; tries++) {
-		if (__atomic_load_n(&rounds, __ATOMIC_SEQ_CST) <= rounds_here)
-			return;
-		rf_sys_yield();
-	}
+	if (__atomic_load_n(&rounds, __ATOMIC_SEQ_CST) <= rounds_here)
+		return;
+	began = rf_sys_now();
+	while (rest(began, PATIENCE) && __atomic_load_n(&rounds, __ATOMIC_SEQ_CST) > rounds_here)
+		;
 }
 
 void rf_intercept_child(void)

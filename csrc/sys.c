@@ -7,7 +7,6 @@
 #include <linux/futex.h>
 #include <linux/netlink.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <string.h>
@@ -409,11 +408,6 @@ uint64_t rf_sys_now(void)
 	KERNEL(rc, clock_gettime(CLOCK_MONOTONIC, &now));
 	(void)rc;
 	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
-void rf_sys_yield(void)
-{
-	sched_yield();
 }
 
 /* Not failed by the tests: a futex may return early at any time anyway. */

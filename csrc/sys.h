@@ -106,8 +106,6 @@ pid_t rf_sys_ppid(void);
 /* Nanoseconds since some time. */
 uint64_t rf_sys_now(void);
 
-void rf_sys_yield(void);
-
 /* -ETIMEDOUT after @ns nanoseconds, less than a second. */
 int rf_sys_futex_wait(const uint32_t *word, uint32_t expected, long ns);
 int rf_sys_futex_wake(const uint32_t *word);

@@ -4,6 +4,11 @@
 #include "check.h"
 #include "engine.h"
 
+#include <pthread.h>
+
+int ibv_dontfork_range(void *base, size_t size);
+int ibv_dofork_range(void *base, size_t size);
+
 static struct rf_error error;
 
 static void need_trust(void)
@@ -621,6 +626,55 @@ static void the_parents_memory_is_the_childs_to_register(void)
 	check_empty();
 }
 
+/* ---- From where it cannot be called ---- */
+
+static char *refused_memory;
+
+static void *call_without_waiting(void *handle)
+{
+	struct rf_handle other;
+
+	CHECK(rf_register(refused_memory, 1, RF_NOWAIT, RF_OMIT, &other, &error) == -EAGAIN);
+	CHECK(error.cause == RF_CAUSE_NONE);
+	CHECK(rf_release(*(struct rf_handle *)handle, RF_NOWAIT) == -EAGAIN);
+	return NULL;
+}
+
+/* As in a signal handler that has come while this thread is in the engine. */
+static void what_interrupts_the_engine_is_refused(void)
+{
+	struct rf_handle held, handle;
+	struct rf_range_info info;
+	struct rf_stats stats;
+	pthread_t thread;
+
+	refused_memory = check_map(4);
+	CHECK(rf_register(refused_memory, 1, RF_NOWAIT, RF_OMIT, &handle, &error) == -EAGAIN,
+	      "the environment is not read without waiting");
+	check_start(RF_MODE_EAGER);
+	held = check_register(refused_memory, check_page, RF_HELD);
+	CHECK(rf_enter(0) == 0);
+	CHECK(rf_register(refused_memory, 1, RF_HELD, RF_OMIT, &handle, &error) == -EDEADLK);
+	CHECK(error.cause == RF_CAUSE_SIGNAL);
+	CHECK(rf_release(held, 0) == -EDEADLK);
+	CHECK(rf_handle_state(held) == -EDEADLK);
+	CHECK(rf_descriptor_omit(0, 0) == -EDEADLK);
+	CHECK(rf_descriptor_release(0) == -EDEADLK);
+	CHECK(rf_list(&info, 1) == -EDEADLK);
+	memset(&stats, 1, sizeof(stats));
+	CHECK(rf_stats(&stats) == -EDEADLK && !stats.registrations);
+	CHECK(init(RF_MODE_EAGER) == -EDEADLK && error.cause == RF_CAUSE_SIGNAL);
+	CHECK(ibv_dontfork_range(refused_memory, 1) == -1 && errno == EDEADLK);
+	CHECK(ibv_dofork_range(refused_memory, 1) == -1 && errno == EDEADLK);
+	/* Nor does it wait for another thread if that is not wished. */
+	CHECK(!pthread_create(&thread, NULL, call_without_waiting, &held));
+	CHECK(!pthread_join(thread, NULL));
+	rf_leave();
+	CHECK(rf_stats(&stats) == 0 && stats.registrations == 1);
+	check_release(held);
+	check_empty();
+}
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
@@ -646,6 +700,7 @@ int main(int argc, char **argv)
 		SCENARIO(random_lives_are_protected_lazily),
 		SCENARIO(memory_moved_away_is_left_alone),
 		SCENARIO(the_parents_memory_is_the_childs_to_register),
+		SCENARIO(what_interrupts_the_engine_is_refused),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

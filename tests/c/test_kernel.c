@@ -2,6 +2,7 @@
 /* What the kernel is taken for. */
 #include "check.h"
 #include "kernel.h"
+#include "sys.h"
 
 #include <sys/utsname.h>
 
@@ -66,11 +67,41 @@ static void information_is_this_kernels(void)
 	CHECK(rf_kernel_has_dontfork());
 }
 
+/* Each call fails once. What cannot be found out is taken for absent, never for there. */
+static void what_cannot_be_asked_is_not_claimed(void)
+{
+	struct rf_kernel kernel;
+	unsigned long nth;
+	int status;
+
+	for (nth = 1;; nth++) {
+		pid_t child = fork();
+
+		CHECK(child >= 0);
+		if (!child) {
+			rf_sys_fail(nth, ENOMEM);
+			rf_kernel_info(&kernel);
+			rf_sys_fail(0, 0);
+			CHECK(kernel.page_size == check_page);
+			/* Never none: half of it is what the engine may use. */
+			CHECK(kernel.max_map_count >= 2);
+			CHECK(!kernel.copy_trusted || kernel.copy_on_fork);
+			_exit(rf_sys_faults() ? 0 : 2);
+		}
+		status = check_wait(child);
+		if (status == 2)
+			break;
+		CHECK(status == 0, "call %lu: %d", nth, status);
+	}
+	CHECK(nth > 4, "%lu calls", nth);
+}
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(versions_are_read),
 		SCENARIO(information_is_this_kernels),
+		SCENARIO(what_cannot_be_asked_is_not_claimed),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -138,6 +138,8 @@ static void huge_pages_are_not_wiped(void)
 	memset(huge, 7, 2 * CHECK_HUGE);
 	check_refused(huge, 2 * CHECK_HUGE, huge, huge + 2 * CHECK_HUGE);
 	check_refused(huge, check_page, huge, huge + check_page);
+	/* Nothing is to be marked, so nothing is refused by the kernel. */
+	check_refused(huge + 4096 + 1, 64, huge + 4096 + 1, huge + 4096 + 65);
 }
 
 static void a_hole_is_not_wiped(void)
@@ -302,6 +304,31 @@ static void any_wishes_in_any_order(void)
 	check_empty();
 }
 
+/* A child could not make ordinary what no note says. */
+static void without_a_note_nothing_is_wiped(void)
+{
+	char *memory = check_map(4);
+	struct rf_handle handle;
+	unsigned long nth;
+	int rc;
+
+	start(RF_MODE_EAGER);
+	for (nth = 1;; nth++) {
+		rf_engine.wiped.touched = rf_engine.wiped.capacity;
+		rf_sys_fail(nth, ENOMEM);
+		rc = try_register(memory, 4 * check_page, RF_WIPE, &handle);
+		rf_sys_fail(0, 0);
+		if (rc == 1)
+			break;
+		CHECK(rc == -ENOMEM, "call %lu: %d", nth, rc);
+		CHECK(!(check_flags(memory) & CHECK_WF), "call %lu", nth);
+		check_empty();
+	}
+	CHECK(nth > 2, "%lu calls", nth);
+	check_release(handle);
+	check_empty();
+}
+
 static void a_failure_changes_nothing(void)
 {
 	char *memory = check_map(8);
@@ -439,6 +466,7 @@ int main(int argc, char **argv)
 		SCENARIO(nothing_private_is_kept_where_copying_is_not_trusted),
 		SCENARIO(omit_comes_before_wipe_before_keep),
 		SCENARIO_SLOW(any_wishes_in_any_order),
+		SCENARIO(without_a_note_nothing_is_wiped),
 		SCENARIO(a_failure_changes_nothing),
 		SCENARIO(wiping_keeps_to_the_budget),
 		SCENARIO(a_child_starts_from_nothing),

@@ -4,14 +4,16 @@ PYTHON ?= python3
 CC ?= cc
 PYTEST_ARGS ?=
 KERNELS ?= 5.10 6.1 6.12
+FREETHREADED ?= 3.13
 
-BIN := .venv/bin
-BUILT := .venv/built
-LINTERS := .venv/linters
-GUESTS := .venv/guests
-FIGURES := .venv/figures
-PAGES := .venv/pages
-PACKAGERS := .venv/packagers
+VENV := .venv
+BIN := $(VENV)/bin
+BUILT := $(VENV)/built
+LINTERS := $(VENV)/linters
+GUESTS := $(VENV)/guests
+FIGURES := $(VENV)/figures
+PAGES := $(VENV)/pages
+PACKAGERS := $(VENV)/packagers
 SOURCES := $(wildcard csrc/*.c)
 HEADERS := $(wildcard csrc/*.h csrc/*.map)
 MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
@@ -23,8 +25,9 @@ HOURS ?= 1
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build test test-vm test-wheel test-pythons test-bare ctest asan tsan fuzz asan-python \
-	coverage soak soak-vm bench bench-vm bench-check docs wheel release-check lint lint-c format clean
+.PHONY: help demo build test test-vm test-wheel test-pythons test-freethreaded \
+	test-bare ctest asan tsan fuzz asan-python coverage soak soak-vm bench bench-vm bench-check docs \
+	wheel release-check lint lint-c format clean
 .DELETE_ON_ERROR:
 
 help:	## print the targets (the default)
@@ -43,6 +46,16 @@ test-vm: export PYTEST_ARGS := $(PYTEST_ARGS)
 test-vm: $(BUILT) $(GUESTS) $(CTESTS:%=build/ctest/debug/%) $(SOAK)	## in VMs with a soft-RoCE device, on Debian's kernels $(KERNELS)
 	@$(BIN)/python tests/vm/run.py $(KERNELS)
 
+FREE := build/freethreaded
+FREE_PYTHON := $(FREE)/$(FREETHREADED)/bin/python3
+# Its modules lie beside the others, by other names; the library is the same, byte for byte.
+test-freethreaded: $(FREE_PYTHON)	## pytest $(PYTEST_ARGS) on CPython $(FREETHREADED) without the GIL, built from Debian's source
+	@PIP_PREFER_BINARY=1 $(MAKE) --no-print-directory VENV=$(FREE)/venv-$(FREETHREADED) PYTHON=$< build
+	@PYTHON_GIL=0 $(FREE)/venv-$(FREETHREADED)/bin/python -X dev -m pytest $(PYTEST_ARGS)
+
+$(FREE_PYTHON):
+	@$(PYTHON) tests/freethreaded.py $(FREETHREADED)
+
 ## ---- Python -------------------------------------------------------------------------
 
 $(BIN)/python:
@@ -54,7 +67,7 @@ $(BIN)/python:
 		{ echo "Python's headers are missing; on Debian: apt install python3-dev" >&2; exit 1; }
 	@command -v $(firstword $(CC)) >/dev/null || \
 		{ echo 'No C compiler ($(CC)); on Debian: apt install gcc' >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
 EDITABLE := -e '.[dev,test]'
@@ -207,7 +220,7 @@ asan-python: $(ASAN_PYTHON)/built	## $(SECONDS) seconds of any calls from Python
 
 ## ---- What the tests reach -------------------------------------------------------------
 
-COVERED := .venv/coverage
+COVERED := $(VENV)/coverage
 COVERAGE := build/coverage
 # A child's counts hold its parent's once more, so they grow to what gcovr takes for errors.
 GCOVR := --gcov-ignore-parse-errors=all --gcov-suspicious-hits-threshold=0 \

@@ -4,6 +4,7 @@ With the GIL as without it; without, on CPython built --disable-gil: make test-f
 """
 
 import ctypes
+import functools
 import gc
 import os
 import random
@@ -95,17 +96,18 @@ def test_a_child_uses_what_other_threads_had_in_their_hands_at_the_fork(mode):
     sys.setswitchinterval(1e-6)
     rdmafork.fork_init(mode)
     buffer = rdmafork.Buffer(PAGE)
-    # A tuple: CPython's own lists can be left locked in a child, too.
     held = tuple(rdmafork.register(buffer) for _ in range(4))
     done = []
 
-    def uses(at):
+    # CPython's own objects can be left locked in a child too, variables of closures and lists
+    # among them: what threads share they have as arguments, in tuples.
+    def uses(at, done=done, buffer=buffer, held=held):
         while not done:
             memoryview(buffer).release()
             assert held[at].obj is buffer
             rdmafork.register(buffer).close()
 
-    def look():
+    def look(buffer=buffer, held=held):
         for registration in held:
             assert registration.closed or registration.inherited
             repr(registration)
@@ -113,20 +115,22 @@ def test_a_child_uses_what_other_threads_had_in_their_hands_at_the_fork(mode):
             assert registration.closed
         buffer.close()
 
-    def forks():
-        for _ in range(60):
-            pid = os.fork()
-            if not pid:
-                try:
-                    look()
-                except BaseException as error:
-                    os.write(2, f"{error!r}\n".encode())
-                    os._exit(1)
-                os._exit(0)
-            assert os.waitpid(pid, 0)[1] == 0
-        done.append(True)
+    def forks(look=look, done=done):
+        try:
+            for _ in range(60):
+                pid = os.fork()
+                if not pid:
+                    try:
+                        look()
+                    except BaseException as error:
+                        os.write(2, f"{error!r}\n".encode())
+                        os._exit(1)
+                    os._exit(0)
+                assert os.waitpid(pid, 0)[1] == 0
+        finally:
+            done.append(True)
 
-    in_threads([forks, *[lambda at=at: uses(at) for at in (0, 0, 1, 1)]])
+    in_threads([forks, *[functools.partial(uses, at) for at in (0, 0, 1, 1)]])
 
 
 # ---- contexts, domains and regions -------------------------------------------------------

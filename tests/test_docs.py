@@ -60,8 +60,9 @@ def test_the_tests_that_it_names_exist(page):
         assert path.is_file(), f"there is no {path}"
         begins = "static void " if in_c else "def "
         assert not function or f"\n{begins}{function}(" in path.read_text(), f"no {name}"
-        if in_c:
-            assert re.search(rf"SCENARIO\w*\({function}\)", path.read_text()), f"{name} is not run"
+        if in_c and function:
+            ran = re.search(rf"SCENARIO\w*\({function}\)", path.read_text())
+            assert ran, f"{name} is not run"
 
 
 def test_what_is_promised_of_old_kernels_is_tested_on_one():

@@ -50,7 +50,10 @@ def hardened(*others):
 
 
 def put_first(command, flags):
-    at = next((i for i, word in enumerate(command) if word.startswith("-")), len(command))
+    """After the compiler, which may be several words, some of them with a dash: $CC."""
+    at = len(words("CC"))
+    if not at or command[:at] != words("CC"):
+        at = next((i for i, word in enumerate(command) if word.startswith("-")), len(command))
     command[at:at] = flags
 
 

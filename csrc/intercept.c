@@ -122,6 +122,12 @@ static struct copy *add_copy(const struct rf_object *object)
 	return copy;
 }
 
+/* False too of what holds an engine, this one or another: its calls stay its own. */
+static bool read_foreign(struct rf_object *object, const struct dl_phdr_info *info)
+{
+	return rf_object_read(object, info) && !rf_object_find(object, "rf_abi");
+}
+
 static int find_copy(struct dl_phdr_info *info, size_t size, void *unused)
 {
 	struct rf_object object;
@@ -131,8 +137,7 @@ static int find_copy(struct dl_phdr_info *info, size_t size, void *unused)
 	size_t i, at = 0;
 
 	(void)size, (void)unused;
-	if (!rf_object_read(&object, info) || !rf_object_find(&object, names[NAME_DONTFORK]) ||
-	    rf_object_find(&object, "rf_abi"))
+	if (!read_foreign(&object, info) || !rf_object_find(&object, names[NAME_DONTFORK]))
 		return 0;
 	copy = add_copy(&object);
 	if (!copy)
@@ -361,7 +366,7 @@ static int open_slots(struct dl_phdr_info *info, size_t size, void *data)
 	size_t i, at = 0;
 
 	(void)size;
-	if (!rf_object_read(&object, info) || rf_object_find(&object, "rf_abi"))
+	if (!read_foreign(&object, info))
 		return 0;
 	copy = copy_at(object.start);
 	while ((slot = next_to_rewrite(&object, copy, &at, &i))) {
@@ -387,7 +392,7 @@ static int rewrite_slots(struct dl_phdr_info *info, size_t size, void *data)
 	size_t i, at = 0;
 
 	(void)size;
-	if (!rf_object_read(&object, info) || rf_object_find(&object, "rf_abi"))
+	if (!read_foreign(&object, info))
 		return 0;
 	copy = copy_at(object.start);
 	while ((slot = next_to_rewrite(&object, copy, &at, &i))) {

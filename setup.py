@@ -12,7 +12,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 LIBRARY = "rdmafork.librdmafork"
-MODULES = ("_buffer", "_clocks", "_core", "_dlpack", "_pins", "_verbs")
+MODULES = ("_buffer", "_clocks", "_core", "_dlpack", "_ibverbs", "_pins", "_verbs")
 HEADERS = sorted(glob("csrc/*.h") + glob("csrc/*.map") + glob("rdmafork/*.pxd"))
 FLAGS = (
     "-std=gnu11 -O2 -DNDEBUG -fPIC -pthread -fvisibility=hidden "

@@ -32,8 +32,9 @@ from rdmafork._errors import InheritedError, SharedPageWarning, UnprotectedWarni
 
 TYPE_CHECKING = False  # typing takes longer to import than all of this package
 if TYPE_CHECKING:
+    from rdmafork._access import Access
     from rdmafork._results import ForkStatus, InterceptedLibrary, KernelInfo, ProtectedRange, Stats
-    from rdmafork._verbs import Access, Context, MemoryRegion, ProtectionDomain
+    from rdmafork._verbs import Context, MemoryRegion, ProtectionDomain
     from rdmafork._version import __version__
     from rdmafork.devices import (
         Device,
@@ -115,8 +116,9 @@ if not TYPE_CHECKING:
     # Imported when first used, or by fork_init(): enums and named tuples take longer to make than
     # all else to import.
     _LATER = {
+        "_access": ("Access",),
         "_results": ("ForkStatus", "InterceptedLibrary", "KernelInfo", "ProtectedRange", "Stats"),
-        "_verbs": ("Access", "Context", "MemoryRegion", "ProtectionDomain"),
+        "_verbs": ("Context", "MemoryRegion", "ProtectionDomain"),
         "_version": ("__version__",),
     }
 

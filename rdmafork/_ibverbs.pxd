@@ -45,3 +45,10 @@ cdef struct ibverbs:
     # Knows of optional access; NULL before rdma-core 28.
     ibv_mr *(*reg_mr_iova2)(ibv_pd *, void *, size_t, uint64_t, unsigned int) noexcept nogil
     int (*dereg_mr)(ibv_mr *) noexcept nogil
+
+
+cdef ibverbs verbs  # once load() has returned
+
+
+cdef int load() except -1
+cdef ibv_context *open_listed(bytes name, object guid) except NULL

@@ -156,7 +156,7 @@ def _owners(node: os.stat_result) -> tuple[str, str]:
 
 def driven() -> dict[str, int] | OSError:
     """The devices that libibverbs has drivers for, or why it cannot say."""
-    from rdmafork._verbs import driven_devices
+    from rdmafork._ibverbs import driven_devices
 
     try:
         return driven_devices()

@@ -1,5 +1,4 @@
 import sys
-from enum import IntFlag
 from types import TracebackType
 from typing import SupportsIndex, final
 
@@ -8,27 +7,9 @@ if sys.version_info >= (3, 12):
 else:
     from typing_extensions import Buffer
 
+from rdmafork._access import Access
 from rdmafork._core import Registration, _Tensor
 from rdmafork.devices import Device
-
-class Access(IntFlag):
-    LOCAL_WRITE = 1
-    REMOTE_WRITE = 2
-    REMOTE_READ = 4
-    REMOTE_ATOMIC = 8
-    MW_BIND = 16
-    ZERO_BASED = 32
-    ON_DEMAND = 64
-    HUGETLB = 128
-    FLUSH_GLOBAL = 256
-    FLUSH_PERSISTENT = 512
-    RELAXED_ORDERING = 1048576
-
-def driven_devices() -> dict[str, int]: ...
-def port_mtu(device: Device, number: int) -> tuple[int, int]: ...
-def access_text(flags: int) -> str: ...
-def memory_cause(nbytes: int) -> str: ...
-def mapping_cause(start: int, end: int, flags: int) -> str: ...
 
 @final
 class Context:

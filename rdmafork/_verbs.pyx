@@ -1,9 +1,8 @@
 # cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
 """Devices through libibverbs: contexts, protection domains, memory regions.
 
-libibverbs.so.1 is opened when a device is first used, and what of it is declared
-in _ibverbs.pxd. Nothing of it is called in a forked child through an object of
-the parent's, and no verbs call is made with the GIL held.
+Nothing of libibverbs is called in a forked child through an object of the parent's,
+and no verbs call is made with the GIL held.
 
 Who closes what: a context knows its protection domains and a domain its regions,
 by address alone, and each holds its parent. So a parent that is closed closes its
@@ -20,10 +19,8 @@ calls that pin and unpin say that it is ours (rf_ranges_own()).
 
 cimport cython
 from cpython.object cimport PyObject
-from libc.errno cimport EBUSY, EFAULT, EINVAL, EIO, ENODEV, ENOMEM, EOPNOTSUPP, ERANGE, errno
+from libc.errno cimport EBUSY, EIO, errno
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
-from libc.string cimport strcmp
-from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
 from posix.unistd cimport usleep
 
 from rdmafork cimport *
@@ -32,18 +29,14 @@ from rdmafork._core cimport let_go, policy_of, protect, set_flag, unprotect
 from rdmafork._ibverbs cimport *
 
 import os
-import re
-import resource
-from enum import IntFlag
 from operator import index
 
+from rdmafork._access import WRITES as ALL_WRITES
+from rdmafork._access import Access, access_text, refusal
 from rdmafork._errors import InheritedError
 
 cdef extern from "errno.h":
-    enum: EAGAIN, EDEADLK, ELIBACC
-
-cdef extern from "endian.h" nogil:
-    uint64_t be64toh(uint64_t)
+    enum: EAGAIN
 
 cdef extern from *:
     """
@@ -67,199 +60,18 @@ cdef extern from *:
     #define make_takable PyUnstable_EnableTryIncRef
     #define take PyUnstable_TryIncRef
     #endif
-
-    /* How many threads list devices, and above it in which process. */
-    static uint64_t listing;
-
-    static int begin_listing(uint32_t process)
-    {
-        uint64_t old = __atomic_load_n(&listing, __ATOMIC_RELAXED), now;
-
-        do {
-            now = (uint64_t)process << 32 | 1;
-            if (old >> 32 == process)
-                now = old + 1;
-            else if ((uint32_t)old)
-                return 0;
-        } while (!__atomic_compare_exchange_n(&listing, &old, now, 0, __ATOMIC_ACQ_REL,
-                                              __ATOMIC_RELAXED));
-        return 1;
-    }
-
-    static void end_listing(void) { __atomic_sub_fetch(&listing, 1, __ATOMIC_ACQ_REL); }
     """
     void make_takable(PyObject *)
     bint take(PyObject *)
-    # Its list of devices has a lock, which a child inherits in whatever state it is.
-    bint begin_listing(uint32_t process)
-    void end_listing()
 
 cdef extern from "Python.h":
     void drop "Py_DECREF"(PyObject *)
 
 
-class Access(IntFlag):
-    """What a device may do with a memory region; reading it locally is always allowed.
-
-    Source: ibv_reg_mr(3).
-    """
-
-    __module__ = "rdmafork"
-
-    LOCAL_WRITE = 1
-    REMOTE_WRITE = 2
-    REMOTE_READ = 4
-    REMOTE_ATOMIC = 8
-    MW_BIND = 16
-    ZERO_BASED = 32
-    ON_DEMAND = 64
-    HUGETLB = 128
-    FLUSH_GLOBAL = 256
-    FLUSH_PERSISTENT = 512
-    RELAXED_ORDERING = 1 << 20
-
-
 cdef unsigned int WRITE = Access.LOCAL_WRITE
 cdef unsigned int UNPINNED = Access.ON_DEMAND
-cdef unsigned int NEEDS_LOCAL_WRITE = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
-cdef unsigned int WRITES = WRITE | NEEDS_LOCAL_WRITE
+cdef unsigned int WRITES = ALL_WRITES
 cdef unsigned int OPTIONAL = 0x3ff << 20  # ignored by devices that do not know it
-
-
-# ---- The library ---------------------------------------------------------------------
-
-cdef ibverbs verbs
-cdef bint loaded = False
-cdef object loading = object()
-
-
-cdef void *symbol(void *library, const char *name) except NULL:
-    cdef void *address = dlsym(library, name)
-    if address == NULL:
-        raise OSError(ELIBACC, f"libibverbs.so.1 has no {name.decode()}; it is not rdma-core's")
-    return address
-
-
-cdef int load() except -1:
-    global verbs
-    cdef void *library
-    cdef ibverbs found
-    if is_set(&loaded):
-        return 0
-    with nogil:
-        library = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL)
-    if library == NULL:
-        reason = dlerror()
-        raise OSError(
-            ELIBACC,
-            f"libibverbs.so.1 cannot be loaded; install libibverbs1 and ibverbs-providers (Debian, "
-            f"Ubuntu) or libibverbs (Fedora, RHEL): {reason.decode('utf-8', 'replace')}")
-    found.get_device_list = <ibv_device **(*)(int *) noexcept nogil>symbol(
-        library, "ibv_get_device_list")
-    found.free_device_list = <void (*)(ibv_device **) noexcept nogil>symbol(
-        library, "ibv_free_device_list")
-    found.get_device_name = <const char *(*)(ibv_device *) noexcept nogil>symbol(
-        library, "ibv_get_device_name")
-    found.get_device_guid = <uint64_t (*)(ibv_device *) noexcept nogil>symbol(
-        library, "ibv_get_device_guid")
-    found.open_device = <ibv_context *(*)(ibv_device *) noexcept nogil>symbol(
-        library, "ibv_open_device")
-    found.close_device = <int (*)(ibv_context *) noexcept nogil>symbol(
-        library, "ibv_close_device")
-    found.query_port = <int (*)(ibv_context *, uint8_t, ibv_port_attr *) noexcept nogil>symbol(
-        library, "ibv_query_port")
-    found.alloc_pd = <ibv_pd *(*)(ibv_context *) noexcept nogil>symbol(library, "ibv_alloc_pd")
-    found.dealloc_pd = <int (*)(ibv_pd *) noexcept nogil>symbol(library, "ibv_dealloc_pd")
-    found.reg_mr = <ibv_mr *(*)(ibv_pd *, void *, size_t, int) noexcept nogil>symbol(
-        library, "ibv_reg_mr")
-    found.reg_mr_iova2 = (
-        <ibv_mr *(*)(ibv_pd *, void *, size_t, uint64_t, unsigned int) noexcept nogil>dlsym(
-            library, "ibv_reg_mr_iova2"))
-    found.dereg_mr = <int (*)(ibv_mr *) noexcept nogil>symbol(library, "ibv_dereg_mr")
-    with cython.critical_section(loading):
-        if not loaded:
-            verbs = found
-            set_flag(&loaded, True)
-    return 0
-
-
-cdef ibv_device **list_devices(int *count) except NULL:
-    """To be freed."""
-    cdef ibv_device **devices
-    cdef int error
-    load()
-    if not begin_listing(rf_generation()):
-        raise OSError(
-            EDEADLK,
-            "this process was forked while another thread of its parent listed devices, so "
-            "libibverbs' lock is taken here for ever; exec(), or fork at another time")
-    with nogil:
-        devices = verbs.get_device_list(count)
-        error = errno
-    end_listing()
-    if devices == NULL:
-        raise OSError(error, f"libibverbs cannot list devices: {os.strerror(error)}")
-    return devices
-
-
-cdef free_list(ibv_device **devices):
-    with nogil:
-        verbs.free_device_list(devices)
-
-
-def driven_devices():
-    """{name: node GUID} of the devices libibverbs has a driver for."""
-    cdef int count
-    cdef ibv_device **devices = list_devices(&count)
-    try:
-        found = {}
-        for i in range(count):
-            name = os.fsdecode(verbs.get_device_name(devices[i]))
-            found[name] = be64toh(verbs.get_device_guid(devices[i]))
-        return found
-    finally:
-        free_list(devices)
-
-
-cdef ibv_context *open_listed(bytes name, object guid) except NULL:
-    """The device of that name, and of that node GUID unless it is None."""
-    cdef int count, i, error = ENODEV
-    cdef ibv_device **devices = list_devices(&count)
-    cdef ibv_context *context = NULL
-    try:
-        for i in range(count):
-            if strcmp(verbs.get_device_name(devices[i]), name) == 0 and (
-                    guid is None or guid == be64toh(verbs.get_device_guid(devices[i]))):
-                with nogil:
-                    context = verbs.open_device(devices[i])
-                    error = errno
-                break
-    finally:
-        free_list(devices)
-    if context == NULL:
-        raise OSError(error, f"cannot open RDMA device {os.fsdecode(name)}: {os.strerror(error)}")
-    return context
-
-
-def port_mtu(device, number):
-    """(active, largest) MTU in bytes of a port; the device is opened for the answer."""
-    cdef ibv_context *context
-    cdef ibv_port_attr attributes
-    cdef uint8_t port = number
-    cdef int error
-    context = open_listed(os.fsencode(device.name), device.node_guid)
-    with nogil:
-        error = verbs.query_port(context, port, &attributes)
-        verbs.close_device(context)
-    if error:
-        raise OSError(error, f"port {number} of {device.name}: {os.strerror(error)}")
-    return mtu_bytes(attributes.active_mtu), mtu_bytes(attributes.max_mtu)
-
-
-cdef object mtu_bytes(int mtu):
-    if not 1 <= mtu <= 5:
-        raise OSError(ERANGE, f"enum ibv_mtu {mtu} means nothing")
-    return 128 << mtu
 
 
 # ---- Parents -------------------------------------------------------------------------
@@ -649,7 +461,8 @@ cdef class ProtectionDomain(Parent):
                 drop_child(self, &region.link)
             leave(self)
         if error:
-            raise refusal(error, region)
+            raise refusal(
+                error, region.start, region.length, region.access_flags, place(self))
         return region
 
     def __repr__(self):
@@ -673,10 +486,6 @@ cdef unsigned int access_of(Registration region, object access) except? 0xffffff
             f"{access_text(flags)}: it is read-only; use a writable buffer, or access=0 or "
             f"REMOTE_READ")
     return flags
-
-
-def access_text(flags):
-    return "|".join([flag.name for flag in Access if flag & flags]) or "local read"
 
 
 cdef int pin(MemoryRegion region) except -1:
@@ -705,57 +514,6 @@ cdef int unpin(ibv_mr *mr) noexcept:
         rc = verbs.dereg_mr(mr)
         rf_ranges_own(False)
     return rc
-
-
-cdef object refusal(int error, MemoryRegion region):
-    """The OSError for what the device refused: the range, the access, the likely cause."""
-    end = region.start + region.length
-    flags = region.access_flags
-    if error == ENOMEM:
-        cause = memory_cause(region.length)
-    elif error == EFAULT:
-        cause = mapping_cause(region.start, end, flags)
-    elif error == EINVAL and not region.length:
-        cause = "a region needs at least one byte"
-    elif error == EINVAL and flags & NEEDS_LOCAL_WRITE and not flags & WRITE:
-        cause = "REMOTE_WRITE and REMOTE_ATOMIC need LOCAL_WRITE too"
-    elif error in (EINVAL, EOPNOTSUPP):
-        cause = "the device does not have this access"
-    else:
-        cause = "the device refuses it"
-    return OSError(
-        error, f"cannot register 0x{region.start:x}-0x{end:x} ({region.length} bytes, access "
-        f"{access_text(flags)}) {place(region.domain)}: {os.strerror(error)}; {cause}")
-
-
-def memory_cause(nbytes):
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    with open("/proc/self/status") as file:
-        found = re.search(r"VmPin:\s*(\d+) kB", file.read())
-    pinned = int(found[1]) << 10 if found else 0
-    if limit == resource.RLIM_INFINITY or pinned + nbytes <= limit:
-        return "the kernel or the device is out of memory for it"
-    return (
-        f"RLIMIT_MEMLOCK allows this process {limit} pinned bytes and {pinned} are; raise it: "
-        f"ulimit -l, LimitMEMLOCK= of its systemd unit, memlock in limits.conf")
-
-
-def mapping_cause(start, end, flags):
-    at = start
-    with open("/proc/self/maps") as file:
-        for line in file:
-            span, permissions, *_ = line.split(" ", 2)
-            first, last = (int(bound, 16) for bound in span.split("-"))
-            if last <= at:
-                continue
-            if first > at or at >= end:
-                break
-            if flags & WRITES and permissions[1] != "w":
-                return f"0x{first:x}-0x{last:x} is mapped {permissions}, not for writing"
-            at = last
-    if at < end:
-        return f"nothing is mapped at 0x{at:x}"
-    return "the device cannot pin this kind of mapping"
 
 
 # ---- Memory regions ------------------------------------------------------------------

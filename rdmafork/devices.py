@@ -296,7 +296,7 @@ class Port(_Record):
     def _mtus(self) -> tuple[int | None, int | None]:
         if self.device.problem is not None:
             return None, None
-        from rdmafork._verbs import port_mtu
+        from rdmafork._ibverbs import port_mtu
 
         try:
             active, largest = port_mtu(self.device, self.number)

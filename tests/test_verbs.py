@@ -87,7 +87,7 @@ def test_importing_opens_no_library():
 @pytest.mark.skipif(library is None, reason="there is no libibverbs to hide")
 def test_without_libibverbs_its_package_is_named():
     script = (
-        "import errno\nfrom rdmafork._verbs import driven_devices\n"
+        "import errno\nfrom rdmafork._ibverbs import driven_devices\n"
         "try:\n driven_devices()\n"
         "except OSError as error:\n print(errno.errorcode[error.errno], error)\n"
     )

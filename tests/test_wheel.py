@@ -17,7 +17,7 @@ import rdmafork
 from rdmafork.cli.elf import Elf
 
 NAMED = "TESTED_DIST"
-MODULES = {"_buffer", "_clocks", "_core", "_dlpack", "_pins", "_verbs"}
+MODULES = {"_buffer", "_clocks", "_core", "_dlpack", "_ibverbs", "_pins", "_verbs"}
 # auditwheel lets more in: these are what every glibc has.
 SYSTEM = {"libc.so.6", "libdl.so.2", "libpthread.so.0"}
 

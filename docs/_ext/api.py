@@ -20,8 +20,8 @@ from sphinx.pycode import ModuleAnalyzer
 import rdmafork
 
 PACKAGE = Path(rdmafork.__file__).parent
-DECLARING = ("_core.pyi", "_buffer.pyi", "_verbs.pyi", "_errors.py", "_results.py", "devices.py",
-             "__init__.py")  # fmt: skip
+DECLARING = ("_core.pyi", "_buffer.pyi", "_verbs.pyi", "_access.py", "_errors.py", "_results.py",
+             "devices.py", "__init__.py")  # fmt: skip
 # What a reader is to see of names that only the stubs have.
 READABLE = {
     "Buffer | _Tensor": "collections.abc.Buffer | SupportsDLPack",

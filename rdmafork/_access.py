@@ -1,0 +1,99 @@
+"""What a device may do with memory, and why it was refused some."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+from enum import IntFlag
+
+
+class Access(IntFlag):
+    """What a device may do with a memory region; reading it locally is always allowed.
+
+    Source: ibv_reg_mr(3).
+    """
+
+    __module__ = "rdmafork"
+
+    LOCAL_WRITE = 1
+    REMOTE_WRITE = 2
+    REMOTE_READ = 4
+    REMOTE_ATOMIC = 8
+    MW_BIND = 16
+    ZERO_BASED = 32
+    ON_DEMAND = 64
+    HUGETLB = 128
+    FLUSH_GLOBAL = 256
+    FLUSH_PERSISTENT = 512
+    RELAXED_ORDERING = 1 << 20
+
+
+NEEDS_LOCAL_WRITE = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
+WRITES = Access.LOCAL_WRITE | NEEDS_LOCAL_WRITE
+
+
+def access_text(flags: int) -> str:
+    return "|".join([str(flag.name) for flag in Access if flag & flags]) or "local read"
+
+
+def refusal(error: int, start: int, nbytes: int, flags: int, place: str) -> OSError:
+    """The OSError for what the device refused: the range, the access, the likely cause."""
+    end = start + nbytes
+    if error == errno.ENOMEM:
+        cause = memory_cause(nbytes)
+    elif error == errno.EFAULT:
+        cause = mapping_cause(start, end, flags)
+    elif error == errno.EINVAL and not nbytes:
+        cause = "a region needs at least one byte"
+    elif error == errno.EINVAL and flags & NEEDS_LOCAL_WRITE and not flags & Access.LOCAL_WRITE:
+        cause = "REMOTE_WRITE and REMOTE_ATOMIC need LOCAL_WRITE too"
+    elif error in (errno.EINVAL, errno.EOPNOTSUPP):
+        cause = "the device does not have this access"
+    else:
+        cause = "the device refuses it"
+    return OSError(
+        error,
+        f"cannot register 0x{start:x}-0x{end:x} ({nbytes} bytes, access {access_text(flags)}) "
+        f"{place}: {os.strerror(error)}; {cause}",
+    )
+
+
+def memory_cause(nbytes: int) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    found = re.search(r"VmPin:\s*(\d+) kB", _proc_self("status"))
+    pinned = int(found[1]) << 10 if found else 0
+    if limit == resource.RLIM_INFINITY or pinned + nbytes <= limit:
+        return "the kernel or the device is out of memory for it"
+    return (
+        f"RLIMIT_MEMLOCK allows this process {limit} pinned bytes and {pinned} are; raise it: "
+        f"ulimit -l, LimitMEMLOCK= of its systemd unit, memlock in limits.conf"
+    )
+
+
+def mapping_cause(start: int, end: int, flags: int) -> str:
+    maps = _proc_self("maps")
+    at = start
+    for line in maps.splitlines():
+        span, permissions, *_ = line.split(" ", 2)
+        first, last = (int(bound, 16) for bound in span.split("-"))
+        if last <= at:
+            continue
+        if first > at or at >= end:
+            break
+        if flags & WRITES and permissions[1] != "w":
+            return f"0x{first:x}-0x{last:x} is mapped {permissions}, not for writing"
+        at = last
+    if maps and at < end:
+        return f"nothing is mapped at 0x{at:x}"
+    return "the device cannot pin this kind of mapping"
+
+
+def _proc_self(name: str) -> str:
+    """Nothing without /proc: the cause is a guess, and the error is told all the same."""
+    try:
+        with open(f"/proc/self/{name}") as file:
+            return file.read()
+    except OSError:
+        return ""

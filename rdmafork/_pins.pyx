@@ -27,6 +27,7 @@ from rdmafork._core import InheritedError
 cdef extern from *:
     """
     #include <errno.h>
+    #include <poll.h>
     #include <stdint.h>
     #include <string.h>
     #include <sys/mman.h>
@@ -65,7 +66,6 @@ cdef extern from *:
     #define PINS_REGISTER 427
     #define PINS_REGISTER_BUFFERS 0
     #define PINS_UNREGISTER_BUFFERS 1
-    #define PINS_WAIT 1u
     #define PINS_READ_FIXED 4
     #define PINS_WRITE_FIXED 5
     #define PINS_CANCEL 14
@@ -175,34 +175,50 @@ cdef extern from *:
         return rc < 0 ? -errno : -EAGAIN;
     }
 
-    /* 0: an operation ended, *result is its return value. -EINTR: a signal came first. */
-    static int pins_ring_wait(struct pins_ring *ring, int32_t *result)
+    /*
+     * 0: the operation ended, *result is its return value. -EAGAIN, after 0.1 s: not yet.
+     * A signal may have come just before, or to another thread, and ends no system call
+     * here. What else has ended, a cancellation, is passed over.
+     */
+    static int pins_ring_wait(struct pins_ring *ring, uint64_t serial, int32_t *result)
     {
-        uint32_t head = *ring->cq_head;
+        struct pollfd ended = { .fd = ring->fd, .events = POLLIN };
+        int rc;
 
-        while (__atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE) == head)
-            if (syscall(PINS_ENTER, ring->fd, 0, 1, PINS_WAIT, NULL, 0) < 0)
-                return -errno;
-        *result = ring->cqes[head & *ring->cq_mask].result;
-        __atomic_store_n(ring->cq_head, head + 1, __ATOMIC_RELEASE);
-        return 0;
+        for (;;) {
+            uint32_t head = *ring->cq_head;
+            struct pins_cqe *cqe = &ring->cqes[head & *ring->cq_mask];
+
+            if (__atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE) == head) {
+                rc = poll(&ended, 1, 100);
+                if (rc > 0)
+                    continue;
+                return rc < 0 ? -errno : -EAGAIN;
+            }
+            *result = cqe->result;
+            rc = cqe->user_data == serial;
+            __atomic_store_n(ring->cq_head, head + 1, __ATOMIC_RELEASE);
+            if (rc)
+                return 0;
+        }
     }
 
-    /* Take back the one operation that is under way: no byte moves after this. */
-    static void pins_ring_cancel(struct pins_ring *ring)
+    /*
+     * Take back the one operation that is under way: no byte moves after this. The kernel
+     * does not find it while it goes from one queue to another, so until it has ended it
+     * is asked again.
+     */
+    static void pins_ring_cancel(struct pins_ring *ring, uint64_t serial)
     {
-        int left = 2;           /* the operation's own end, and the cancellation's */
         int32_t result;
+        int rc;
 
-        if (pins_ring_submit(ring, PINS_CANCEL, -1, ring->serial, 0, 0, 0) < 0)
-            left = 1;
-        while (left) {
-            int rc = pins_ring_wait(ring, &result);
-
-            if (rc < 0 && rc != -EINTR)
-                return;
-            left -= rc == 0;
-        }
+        do {
+            (void)pins_ring_submit(ring, PINS_CANCEL, -1, serial, 0, 0, 0);
+            do
+                rc = pins_ring_wait(ring, serial, &result);
+            while (rc == -EINTR);
+        } while (rc == -EAGAIN);
     }
     """
     enum:
@@ -215,6 +231,7 @@ cdef extern from *:
 
     struct pins_ring:
         int fd
+        uint64_t serial
 
     void pins_ring_close(pins_ring *ring, int inherited) nogil
     int pins_ring_open(pins_ring *ring) nogil
@@ -222,8 +239,8 @@ cdef extern from *:
     int pins_ring_submit(
         pins_ring *ring, uint8_t opcode, int fd, uint64_t address, uint32_t nbytes,
         uint64_t offset, uint16_t buffer) nogil
-    int pins_ring_wait(pins_ring *ring, int32_t *result) nogil
-    void pins_ring_cancel(pins_ring *ring) nogil
+    int pins_ring_wait(pins_ring *ring, uint64_t serial, int32_t *result) nogil
+    void pins_ring_cancel(pins_ring *ring, uint64_t serial) nogil
 
 
 ENTRY_NBYTES = 1 << 30  # the most the kernel takes for one fixed buffer
@@ -413,24 +430,26 @@ cdef class Pins:
         cdef uint16_t buffer = entry
         cdef int rc
         cdef int32_t result = 0
+        cdef uint64_t serial
         if self.ring.fd < 0:
             raise ValueError("the pins are closed")
         with nogil:
             rc = pins_ring_submit(&self.ring, opcode, fd, at, size, where, buffer)
         if rc < 0:
             raise OSError(-rc, os.strerror(-rc))
+        serial = self.ring.serial
         while True:
             with nogil:
-                rc = pins_ring_wait(&self.ring, &result)
+                rc = pins_ring_wait(&self.ring, serial, &result)
             if rc == 0:
                 break
-            if rc != -errno.EINTR:
+            if rc not in (-errno.EINTR, -errno.EAGAIN):
                 raise OSError(-rc, os.strerror(-rc))
             try:
                 PyErr_CheckSignals()
             except BaseException:
                 with nogil:
-                    pins_ring_cancel(&self.ring)
+                    pins_ring_cancel(&self.ring, serial)
                 raise
         if result < 0:
             raise OSError(-result, os.strerror(-result))

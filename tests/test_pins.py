@@ -267,6 +267,32 @@ def test_a_signal_that_raises_nothing_is_no_interruption():
     assert memory[:3] == b"xyz" and len(seen) >= 3
 
 
+@needs_pins
+def test_a_signal_that_another_thread_takes_ends_a_transfer():
+    memory, address = filled(PAGE)
+    reading, writing = os.pipe()
+    done = threading.Event()
+
+    def interrupt(*_):
+        raise Interrupted
+
+    other = threading.Thread(target=done.wait)
+    other.start()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    try:
+        with Pins(memory) as pins, pytest.raises(Interrupted):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            pins.read_fixed(reading, address, 3)  # an empty pipe
+    finally:
+        done.set()
+        other.join()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        signal.signal(signal.SIGALRM, before)
+        os.close(reading)
+        os.close(writing)
+
+
 # ---- fork -------------------------------------------------------------------------------
 
 

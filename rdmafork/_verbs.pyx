@@ -36,7 +36,7 @@ from rdmafork._access import Access, access_text, refusal
 from rdmafork._errors import InheritedError
 
 cdef extern from "errno.h":
-    enum: EAGAIN
+    enum: EAGAIN, EDEADLK
 
 cdef extern from *:
     """
@@ -66,6 +66,7 @@ cdef extern from *:
 
 cdef extern from "Python.h":
     void drop "Py_DECREF"(PyObject *)
+    unsigned long PyThread_get_thread_ident()
 
 
 cdef unsigned int WRITE = Access.LOCAL_WRITE
@@ -162,6 +163,7 @@ cdef int close_children(Parent self) except -1:
         if taken:
             try:
                 (<object>child).close()
+                refuse_to_wait_for_oneself(self, <object>child)
             finally:
                 drop(child)
         with cython.critical_section(self):
@@ -170,6 +172,16 @@ cdef int close_children(Parent self) except -1:
         if remains:
             with nogil:
                 usleep(50)
+
+
+cdef int refuse_to_wait_for_oneself(Parent self, object child) except -1:
+    """What a domain's closing lets go of may have a finalizer that closes the context."""
+    if isinstance(child, ProtectionDomain) and (
+            (<ProtectionDomain>child).closing == PyThread_get_thread_ident()):
+        raise OSError(
+            EDEADLK, f"{self!r} cannot be closed: this thread is closing {child!r} and has come "
+            f"here from there; close it when that is done")
+    return 0
 
 
 cdef void add_child(Parent self, object child, Link *link) noexcept:
@@ -246,7 +258,11 @@ cdef class Context(Parent):
             close_context(self.context)
 
     def close(self):
-        """Close what was made from it, then the device. A second call does nothing."""
+        """Close what was made from it, then the device. A second call does nothing.
+
+        OSError: EBUSY as for ProtectionDomain.close(); EDEADLK called by a finalizer of
+        what this thread's closing of a domain of it lets go of. It stays open.
+        """
         if not clear_flag(&self.open) or self.inherited:
             return
         try:
@@ -356,6 +372,7 @@ cdef class ProtectionDomain(Parent):
     """
     cdef readonly Context context   # None: other code's domain
     cdef object owner               # of that
+    cdef unsigned long closing      # the thread that does it, or 0
     cdef ibv_pd *pd
 
     def __init__(self):
@@ -398,6 +415,7 @@ cdef class ProtectionDomain(Parent):
         cdef int rc = 0
         if not clear_flag(&self.open) or self.inherited:
             return
+        self.closing = PyThread_get_thread_ident()
         try:
             close_children(self)
             if self.context is not None:
@@ -410,6 +428,8 @@ cdef class ProtectionDomain(Parent):
         except BaseException:
             set_flag(&self.open, True)
             raise
+        finally:
+            self.closing = 0
         if self.context is not None:
             drop_child(self.context, &self.link)
         self.owner = None

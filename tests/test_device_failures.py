@@ -201,3 +201,29 @@ def _every_allocation(path, mode):
         close()
     assert bench.state() == nothing
     return faults
+
+
+def test_closing_a_context_within_the_closing_of_its_domain_is_refused(library):
+    run(_closing_within, library, timeout=60)
+
+
+def _closing_within(path):
+    bench = Bench(path, "eager")
+    bench.open()
+    bench.alloc()
+    refused = []
+
+    class Pool(bytearray):
+        def __del__(self):
+            try:
+                bench.context.close()
+            except OSError as error:
+                refused.append(error)
+
+    region = bench.domain.register(Pool(4 * PAGE))
+    bench.domain.close()
+    assert region.closed and bench.domain.closed and not bench.context.closed
+    assert [error.errno for error in refused] == [errno.EDEADLK]
+    assert "this thread is closing <rdmafork.ProtectionDomain" in refused[0].strerror
+    bench.context.close()
+    assert bench.lib.standin_wrong() == 0 and bench.lib.standin_open() == 0

@@ -22,15 +22,10 @@ static void sub(struct rf_advisor *advisor, uintptr_t start, uintptr_t end)
 static void change_gaps(struct rf_advisor *advisor, const struct rf_slot *slot, uintptr_t start,
 			uintptr_t end, gap_change *change)
 {
-	uint64_t before = advisor->gaps.count;
-
 	if (start < slot->start)
 		change(advisor, start, slot->start);
 	if (slot->end < end)
 		change(advisor, slot->end, end);
-	/* What a child is given back has changed, and what is guarded there. */
-	if (before | advisor->gaps.count)
-		advisor->ranges.marks++;
 }
 
 void rf_advise_count(struct rf_advisor *advisor, const struct rf_slot *slot, uintptr_t start,

@@ -47,7 +47,7 @@ static void prepare(void)
 	rf_advise_retry(&engine->wiper);
 	rf_edges_save(&engine->edges);
 	saved = true;
-	rf_guards_plan(&engine->guards, &engine->advisor.ranges, &engine->edges);
+	rf_guards_plan(&engine->guards, &engine->edges);
 	rf_witness_fork(began);
 	rf_leave();
 }

@@ -46,9 +46,9 @@ static void take_run(struct rf_guard_plan *plan, const struct rf_edges *edges, s
 		take(plan, start, end, round);
 }
 
-static void take_round(struct rf_guard_plan *plan, const struct rf_ranges *ranges,
-		       const struct rf_edges *edges, size_t round)
+static void take_round(struct rf_guard_plan *plan, const struct rf_edges *edges, size_t round)
 {
+	const struct rf_ranges *ranges = edges->omitted.pages;
 	struct rf_cursor cursor = { 0, 0 };
 	const struct rf_range *range = rf_ranges_at(ranges, cursor);
 	struct edge edge = { .at = 0 };
@@ -67,19 +67,22 @@ static void take_round(struct rf_guard_plan *plan, const struct rf_ranges *range
 	take_run(plan, edges, &edge, start, end, round);
 }
 
-void rf_guards_plan(struct rf_guards *guards, const struct rf_ranges *ranges,
-		    const struct rf_edges *edges)
+void rf_guards_plan(struct rf_guards *guards, const struct rf_edges *edges)
 {
 	struct rf_guard_plan *plan = &guards->plans[!guards->shown];
+	const uint64_t marks = edges->omitted.pages->marks;
+	const bool around = edges->shown && edges->shown->absent;
 	size_t round;
 
-	if (guards->marks == ranges->marks)
+	/* Which pages are given back may change while no mark does. */
+	if (guards->marks == marks && !guards->around && !around)
 		return;
 	plan->count = 0;
 	for (round = 0; round < ROUNDS && plan->count < RF_GUARDS; round++)
-		take_round(plan, ranges, edges, round);
+		take_round(plan, edges, round);
 	__atomic_store_n(&guards->shown, !guards->shown, __ATOMIC_RELEASE);
-	guards->marks = ranges->marks;
+	guards->marks = marks;
+	guards->around = around;
 }
 
 void rf_guards_raise(const struct rf_guards *guards)

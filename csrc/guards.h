@@ -27,12 +27,15 @@ struct rf_guard_plan {
 struct rf_guards {
 	struct rf_guard_plan plans[2];
 	uint32_t shown;		/* which of them a child goes by */
-	uint64_t marks;		/* ranges->marks as it was planned */
+	uint64_t marks;		/* of the advised ranges, as it was planned */
+	bool around;		/* pages that are given back */
 };
 
-/* The engine's lock is held: plan for the marks there are, less what is given back. */
-void rf_guards_plan(struct rf_guards *guards, const struct rf_ranges *ranges,
-		    const struct rf_edges *edges);
+/*
+ * The engine's lock is held: plan for the marks there are, less what is given back, which
+ * has been saved.
+ */
+void rf_guards_plan(struct rf_guards *guards, const struct rf_edges *edges);
 
 /* In a child: reserve what was planned, where nothing is mapped. */
 void rf_guards_raise(const struct rf_guards *guards);

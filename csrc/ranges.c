@@ -392,8 +392,6 @@ void rf_ranges_set_flags(struct rf_ranges *ranges, uintptr_t start, uintptr_t en
 	struct rf_cursor cursor = rf_ranges_seek(ranges, start);
 	struct rf_range *range;
 
-	/* What waits to be unmarked is given back to no child: its guards change. */
-	ranges->marks += !!((set | clear) & RF_RANGE_RETRY);
 	for (range = rf_ranges_at(ranges, cursor); range && range->start < end;
 	     range = rf_ranges_next(ranges, &cursor)) {
 		RF_ASSERT(range->start >= start && range->end <= end);

@@ -85,7 +85,7 @@ struct rf_ranges {
 	uint32_t registrations;	/* of the last reservation */
 	uint32_t mark_edges;	/* addresses where marked meets unmarked */
 	uint64_t marked_bytes;
-	uint64_t marks;		/* changes with every change of a mark, or of a gap beside it */
+	uint64_t marks;		/* changes with every change of a mark */
 	uint32_t retries;	/* ranges with RF_RANGE_RETRY */
 };
 

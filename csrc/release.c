@@ -57,10 +57,8 @@ static void unmark_mapping(struct rf_advisor *advisor, const struct rf_vma *vma,
 	if (!vma->shared && is_wanted_beside(advisor, rf_down(end, vma->shift), last, start, end))
 		last = rf_down(end, vma->shift);
 	/* A child gets back what stays marked: no registration has a gap there. */
-	if (first > start || last < end) {
+	if (first > start || last < end)
 		advisor->edges->leftovers = true;
-		advisor->ranges.marks++;
-	}
 	if (first >= last)
 		return;
 	rc = call_unmark(advisor, first, last);

@@ -97,6 +97,66 @@ static void what_is_mapped_there_stays(void)
 	check_release(handle);
 }
 
+/* The bytes beside what is registered can be read, then not, then again. */
+static void what_cannot_be_given_back_is_a_guard(void)
+{
+	const int protections[] = { PROT_READ | PROT_WRITE, PROT_NONE, PROT_READ | PROT_WRITE };
+	char *memory = check_map(4);
+	struct rf_handle handle;
+	size_t i;
+	pid_t pid;
+
+	setenv("RDMAFORK_EDGES", "whole", 1);
+	check_start(best_mode());
+	memory[0] = 7;
+	handle = check_register(memory + 100, 2 * check_page, 0);
+	for (i = 0; i < COUNT_OF(protections); i++) {
+		CHECK(mprotect(memory, 3 * check_page, protections[i]) == 0);
+		pid = fork();
+		if (!pid) {
+			bool readable = protections[i] != PROT_NONE;
+
+			CHECK(is_guarded(memory) == !readable, "fork %zu", i);
+			CHECK(is_guarded(memory + check_page), "fork %zu", i);
+			CHECK(is_guarded(memory + 2 * check_page) == !readable, "fork %zu", i);
+			_exit(readable ? memory[0] : 7);
+		}
+		CHECK(check_wait(pid) == 7, "fork %zu", i);
+	}
+	check_release(handle);
+	check_empty();
+}
+
+/* What another registers beside it is given back no more, though no mark has changed. */
+static void what_is_given_back_no_more_is_a_guard(void)
+{
+	static const enum rf_policy policies[] = { RF_OMIT, RF_WIPE };
+	char *memory = check_map(1);
+	struct rf_handle handle, other;
+	struct rf_error error;
+	size_t i;
+
+	setenv("RDMAFORK_EDGES", "whole", 1);
+	check_start(RF_MODE_EAGER);
+	handle = check_register(memory + 100, 100, RF_HELD);
+	for (i = 0; i < 2 * COUNT_OF(policies); i++) {
+		bool whole = i % 2;
+		pid_t pid;
+
+		if (whole)
+			CHECK(rf_register(memory, check_page, RF_HELD, policies[i / 2], &other,
+					  &error) == 1);
+		pid = fork();
+		if (!pid)
+			_exit(is_guarded(memory) == whole ? 0 : 1);
+		CHECK(check_wait(pid) == 0, "fork %zu", i);
+		if (whole)
+			check_release(other);
+	}
+	check_release(handle);
+	check_empty();
+}
+
 static void the_longest_come_first(void)
 {
 	const size_t small = 2000, large = 600;
@@ -257,6 +317,8 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(a_hole_is_a_guard),
 		SCENARIO(what_is_mapped_there_stays),
+		SCENARIO(what_cannot_be_given_back_is_a_guard),
+		SCENARIO(what_is_given_back_no_more_is_a_guard),
 		SCENARIO(the_longest_come_first),
 		SCENARIO(a_child_plans_for_its_own),
 		SCENARIO(a_guard_that_cannot_be_had_is_no_failure),

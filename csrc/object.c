@@ -240,7 +240,7 @@ static uintptr_t page_of(uintptr_t address)
 
 bool rf_object_is_read_only(const struct rf_object *object, const uintptr_t *slot)
 {
-	return object->relro_start <= (uintptr_t)slot &&
+	return page_of(object->relro_start) <= (uintptr_t)slot &&
 	       (uintptr_t)slot < page_of(object->relro_end);
 }
 

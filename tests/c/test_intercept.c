@@ -4,8 +4,10 @@
  * with all that follow. Then all its calls come here, or none: memory that it marks itself
  * it unmarks itself.
  */
+#define _GNU_SOURCE /* struct dl_phdr_info */
 #include "check.h"
 #include "engine.h"
+#include "object.h"
 
 #include <dlfcn.h>
 
@@ -149,11 +151,27 @@ static void noticed_by_a_fork_they_are_taken_all_or_none(void)
 	fail_all();
 }
 
+/* The loader makes whole pages read-only: the page that its range begins in too. */
+static void a_slot_is_read_only_where_its_page_is(void)
+{
+	const struct rf_object object = {
+		.relro_start = 2 * check_page + 16,
+		.relro_end = 4 * check_page - 16,
+	};
+	uintptr_t at;
+
+	for (at = 0; at < 6 * check_page; at += sizeof(at))
+		CHECK(rf_object_is_read_only(&object, (const uintptr_t *)at) ==
+			      (at / check_page == 2),
+		      "%zu", (size_t)at);
+}
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO_SLOW(its_calls_are_taken_all_or_none),
 		SCENARIO_SLOW(noticed_by_a_fork_they_are_taken_all_or_none),
+		SCENARIO(a_slot_is_read_only_where_its_page_is),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

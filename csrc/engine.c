@@ -2,6 +2,7 @@
 #include "engine.h"
 #include "intercept.h"
 #include "kernel.h"
+#include "loader.h"
 #include "witness.h"
 
 #include <errno.h>
@@ -93,6 +94,7 @@ bool rf_become_child(void)
 		rf_clear();
 		__atomic_store_n(&engine->lock.word, 0, __ATOMIC_RELEASE);
 	}
+	rf_loader_child();
 	rf_intercept_child();
 	__atomic_store_n(engine->alive, 1, __ATOMIC_RELEASE);
 	return true;

@@ -6,6 +6,7 @@
 #include "devices.h"
 #include "engine.h"
 #include "intercept.h"
+#include "loader.h"
 #include "witness.h"
 
 #include <errno.h>
@@ -28,7 +29,7 @@ static void prepare(void)
 	rf_intercept_look(true);
 	__atomic_add_fetch(&engine->window, 1, __ATOMIC_SEQ_CST);
 	__atomic_add_fetch(&engine->begun, 1, __ATOMIC_SEQ_CST);
-	rf_intercept_wait();
+	rf_loader_fork();
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
 		return;
 	if (rf_enter(RF_FORKING) < 0) {
@@ -56,6 +57,7 @@ static void parent(void)
 {
 	int *window = &rf_engine.window, seen = __atomic_load_n(window, __ATOMIC_SEQ_CST);
 
+	rf_loader_forked();
 	/* A child that was made in the window goes on from here, with a window of its own. */
 	while (seen > 0 && !__atomic_compare_exchange_n(window, &seen, seen - 1, false,
 							__ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))

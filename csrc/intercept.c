@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #define _GNU_SOURCE /* dl_iterate_phdr() */
 #include "intercept.h"
-#include "object.h"
 #include "engine.h"
+#include "loader.h"
+#include "object.h"
 #include "patch.h"
 #include "tracker.h"
 
@@ -38,7 +39,7 @@ struct copy {
 	uintptr_t entries[NAMES];	/* its own functions */
 	bool through_slots[RANGE_NAMES];
 	bool elsewhere;			/* and one of those held another's function than ours */
-	bool found;			/* in the round under way */
+	bool found;			/* in the look under way */
 	bool settled;			/* how it is served has been decided */
 };
 
@@ -47,19 +48,10 @@ static struct {
 	bool on;
 	bool any;			/* a libibverbs has been seen */
 	bool changing;			/* what follows */
-	unsigned long long seen;	/* objects ever loaded and unloaded, as of the last round */
+	unsigned long long seen;	/* objects ever loaded and unloaded, as of the last look */
 	struct copy copies[RF_LIBRARIES];
 	size_t count;
 } state;
-
-/*
- * Who is in the loader holds its lock, which a child of another thread's fork would find
- * taken for ever. So none goes there while a fork is under way, and a fork waits for
- * those who are, though not for long: they may be waiting for what it holds.
- */
-#define PATIENCE 1 /* seconds */
-static int rounds;
-static __thread int rounds_here __attribute__((tls_model("initial-exec")));
 
 static __thread bool trying __attribute__((tls_model("initial-exec")));
 static __thread bool arrived __attribute__((tls_model("initial-exec")));
@@ -445,7 +437,7 @@ static int name_user(struct dl_phdr_info *info, size_t size, void *data)
 	return 1;
 }
 
-/* ---- Rounds ---- */
+/* ---- All of it ---- */
 
 static int count_loaded(struct dl_phdr_info *info, size_t size, void *data)
 {
@@ -462,51 +454,7 @@ static bool is_as_it_was(const struct copy *copy)
 	return copy->library.how != RF_LIBRARY_PATCHED || is_patched(copy);
 }
 
-/* A moment; false when that many seconds have passed since @began. */
-static bool rest(uint64_t began, unsigned int seconds)
-{
-	static const uint32_t nobody;
-
-	rf_sys_futex_wait(&nobody, 0, 100000);
-	return rf_sys_now() - began < (uint64_t)seconds * 1000000000u;
-}
-
-/* False: a fork is under way. @insist: it is waited for, as long as a fork may take. */
-static bool begin_round(bool insist)
-{
-	const uint64_t began = insist ? rf_sys_now() : 0;
-	bool patient = true;
-
-	for (;;) {
-		__atomic_add_fetch(&rounds, 1, __ATOMIC_SEQ_CST);
-		if (!__atomic_load_n(&rf_engine.window, __ATOMIC_SEQ_CST) || !patient)
-			break;
-		__atomic_sub_fetch(&rounds, 1, __ATOMIC_SEQ_CST);
-		if (!insist)
-			return false;
-		patient = rest(began, rf_engine.patience);
-	}
-	rounds_here++;
-	return true;
-}
-
-static void end_round(void)
-{
-	rounds_here--;
-	__atomic_sub_fetch(&rounds, 1, __ATOMIC_SEQ_CST);
-}
-
-void rf_intercept_enter_loader(void)
-{
-	(void)begin_round(true);
-}
-
-void rf_intercept_leave_loader(void)
-{
-	end_round();
-}
-
-static void look_round(bool forking)
+static void look_at_all(bool forking)
 {
 	unsigned long long loaded = 0;
 	bool settled = true;
@@ -532,12 +480,21 @@ static void look_round(bool forking)
 	state.changing = false;
 }
 
-static void go_round(bool forking, bool insist)
+/* Unless another thread forks. */
+static void look(bool forking)
 {
-	if (!begin_round(insist))
+	if (!rf_loader_try())
 		return;
-	look_round(forking);
-	end_round();
+	look_at_all(forking);
+	rf_loader_leave();
+}
+
+static void switch_on(void)
+{
+	__atomic_store_n(&state.on, true, __ATOMIC_RELAXED);
+	rf_loader_enter();
+	look_at_all(false);
+	rf_loader_leave();
 }
 
 void rf_intercept_look(bool forking)
@@ -545,7 +502,7 @@ void rf_intercept_look(bool forking)
 	/* Whoever has it is looking. */
 	if (!__atomic_load_n(&state.on, __ATOMIC_RELAXED) || !rf_lock_try(&state.lock))
 		return;
-	go_round(forking, false);
+	look(forking);
 	rf_lock_drop(&state.lock);
 }
 
@@ -580,8 +537,7 @@ int rf_intercept_forward(void)
 	/* Called by itself, while it looks: a libibverbs is asked for its status. */
 	if (enter() < 0)
 		return 0;
-	__atomic_store_n(&state.on, true, __ATOMIC_RELAXED);
-	go_round(false, true);
+	switch_on();
 	for (i = 0; i < state.count; i++)
 		if (state.copies[i].library.how == RF_LIBRARY_REFUSED &&
 		    state.copies[i].entries[NAME_FORK_INIT])
@@ -594,20 +550,8 @@ int rf_intercept_forward(void)
 	return rc;
 }
 
-void rf_intercept_wait(void)
-{
-	uint64_t began;
-
-	if (__atomic_load_n(&rounds, __ATOMIC_SEQ_CST) <= rounds_here)
-		return;
-	began = rf_sys_now();
-	while (rest(began, PATIENCE) && __atomic_load_n(&rounds, __ATOMIC_SEQ_CST) > rounds_here)
-		;
-}
-
 void rf_intercept_child(void)
 {
-	__atomic_store_n(&rounds, rounds_here, __ATOMIC_SEQ_CST);
 	if (!state.lock.word || rf_lock_is_mine(&state.lock))
 		return;
 	/* Whoever looked is not in this process, and may have left off anywhere. */
@@ -651,8 +595,7 @@ RF_API int rf_intercept(struct rf_error *error)
 	if (rc < 0)
 		return rc;
 	error->cause = RF_CAUSE_NONE;
-	__atomic_store_n(&state.on, true, __ATOMIC_RELAXED);
-	go_round(false, true);
+	switch_on();
 	for (i = 0; i < state.count; i++) {
 		const struct rf_library *library = &state.copies[i].library;
 
@@ -678,7 +621,7 @@ RF_API ssize_t rf_libraries(struct rf_library *out, size_t capacity)
 	if (enter() < 0)
 		return -EDEADLK;
 	if (state.on)
-		go_round(false, false);
+		look(false);
 	for (i = 0; i < state.count && i < capacity; i++)
 		out[i] = state.copies[i].library;
 	count = (ssize_t)state.count;

@@ -45,16 +45,6 @@ void rf_intercept_look(bool forking);
 /* The same in ibv_fork_init(): ask those not served to protect themselves. 0 or an errno. */
 int rf_intercept_forward(void);
 
-/* In a fork handler, with the window open: until nobody is in the loader. */
-void rf_intercept_wait(void);
-
-/*
- * Around other calls of the loader that a fork is to wait for; not in a fork handler. They
- * wait for forks in turn, though neither does for ever.
- */
-void rf_intercept_enter_loader(void);
-void rf_intercept_leave_loader(void);
-
 /* In a child, as it is noticed. */
 void rf_intercept_child(void);
 

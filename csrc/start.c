@@ -2,8 +2,8 @@
 #define _GNU_SOURCE /* secure_getenv(), dl_iterate_phdr() */
 #include "start.h"
 #include "engine.h"
-#include "intercept.h"
 #include "kernel.h"
+#include "loader.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -173,9 +173,9 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 		rc = edges_of_environment(&whole, error);
 	/* Outside the lock: the loader may be waiting for whoever holds it. */
 	if (rc >= 0) {
-		rf_intercept_enter_loader();
+		rf_loader_enter();
 		rc = refuse_second_engine(error);
-		rf_intercept_leave_loader();
+		rf_loader_leave();
 	}
 	if (rc < 0)
 		return rc;

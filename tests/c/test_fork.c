@@ -764,6 +764,52 @@ static void *start_until_stopped(void *unused)
 }
 
 /* dl_iterate_phdr() holds a lock that libc does not free in a child. */
+/* Without waiting for the fork it is called in, nor, in a child, for one of the parent's. */
+static void start_at_once(void)
+{
+	uint64_t began = rf_sys_now();
+	struct rf_error error;
+
+	CHECK(rf_fork_init(RF_MODE_AUTO, &error) == 0);
+	CHECK(rf_sys_now() - began < 10000000000u, "it has waited");
+}
+
+static void start_in_a_raw_child(void)
+{
+	pid_t child;
+
+	start_at_once();
+	if (!raw_fork)
+		return;
+	child = raw_fork();
+	if (!child) {
+		start_at_once();
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
+}
+
+static void handlers_may_start_the_engine(void)
+{
+	pid_t child;
+
+	if (!CHECK_TSAN)
+		raw_fork = (pid_t(*)(void))dlsym(RTLD_DEFAULT, "_Fork");
+	inside[0] = start_in_a_raw_child;
+	inside[1] = inside[2] = start_at_once;
+	child = fork();
+	if (!child) {
+		inside[0] = inside[1] = inside[2] = NULL;
+		check_works();
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
+	inside[0] = inside[1] = inside[2] = NULL;
+	check_fork();
+	CHECK(rf_forks());
+	check_empty();
+}
+
 static void a_child_may_start_whatever_its_parent_was_starting(void)
 {
 	unsigned long i, many = check_scale(100);
@@ -935,6 +981,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_fork_waits_for_the_engine_but_not_for_ever),
 		SCENARIO(a_cancelled_thread_does_not_take_the_lock_along),
 		SCENARIO(a_thread_forks_as_it_ends),
+		SCENARIO(handlers_may_start_the_engine),
 		SCENARIO(a_child_may_start_whatever_its_parent_was_starting),
 		SCENARIO(a_child_reads_the_environment_if_nothing_runs),
 		SCENARIO(a_timer_forks_in_a_storm),

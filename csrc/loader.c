@@ -1,0 +1,80 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "loader.h"
+#include "engine.h"
+
+/* How long a fork waits for those who are in the loader. */
+#define PATIENCE 1 /* seconds */
+
+/* How often the loader has been entered, and not left. */
+static int inside;
+static __thread int inside_here __attribute__((tls_model("initial-exec")));
+/* Forks that this thread has under way: another library's fork handler has called. */
+static __thread int forks_here __attribute__((tls_model("initial-exec")));
+
+/* Rest a moment. False: so many seconds have passed since @began. */
+static bool rest(uint64_t began, unsigned int seconds)
+{
+	static const uint32_t nobody;
+
+	rf_sys_futex_wait(&nobody, 0, 100000);
+	return rf_sys_now() - began < (uint64_t)seconds * 1000000000u;
+}
+
+/* First say that it is entered, then look for forks: a fork does it the other way round. */
+static bool enter(bool regardless)
+{
+	__atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+	if (__atomic_load_n(&rf_engine.window, __ATOMIC_SEQ_CST) > forks_here && !regardless) {
+		__atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+		return false;
+	}
+	inside_here++;
+	return true;
+}
+
+bool rf_loader_try(void)
+{
+	return enter(false);
+}
+
+void rf_loader_enter(void)
+{
+	const uint64_t began = rf_sys_now();
+	bool patient = true;
+
+	/* In a child no fork of its parent's is under way. */
+	(void)rf_notice_child();
+	while (!enter(!patient))
+		patient = rest(began, rf_engine.patience);
+}
+
+void rf_loader_leave(void)
+{
+	inside_here--;
+	__atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+}
+
+void rf_loader_fork(void)
+{
+	uint64_t began;
+
+	forks_here++;
+	if (__atomic_load_n(&inside, __ATOMIC_SEQ_CST) <= inside_here)
+		return;
+	began = rf_sys_now();
+	while (rest(began, PATIENCE) && __atomic_load_n(&inside, __ATOMIC_SEQ_CST) > inside_here)
+		;
+}
+
+void rf_loader_forked(void)
+{
+	/* In a child that goes on from the middle of a fork there is none. */
+	if (forks_here)
+		forks_here--;
+}
+
+void rf_loader_child(void)
+{
+	forks_here = 0;
+	__atomic_store_n(&inside, inside_here, __ATOMIC_SEQ_CST);
+}

@@ -1,0 +1,27 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * Calls of the dynamic loader, and forks. Who is in the loader holds its lock, and a child
+ * that another thread's fork makes meanwhile finds it taken for ever. So nobody here enters
+ * the loader while another thread forks, and a fork waits for those who are in it. Neither
+ * waits for ever: each may hold what the other is waiting for.
+ */
+#ifndef RF_LOADER_H
+#define RF_LOADER_H
+
+#include <stdbool.h>
+
+/* Around calls of the loader. They may be nested. False: another thread forks; do not enter. */
+bool rf_loader_try(void);
+/* The same, but wait for the forks under way, as long as one may take. */
+void rf_loader_enter(void);
+void rf_loader_leave(void);
+
+/* In the prepare handler, with the window open: until no other thread is in the loader. */
+void rf_loader_fork(void);
+/* In the parent handler. */
+void rf_loader_forked(void);
+
+/* In a child, as it is noticed. */
+void rf_loader_child(void);
+
+#endif

@@ -110,33 +110,32 @@ ssize_t rf_sys_madvise_many(const struct iovec *ranges, unsigned int count, int 
 	return rc;
 }
 
+/* Of what mmap() has returned: an address, or a negated errno. */
+static int mapped_at(intptr_t rc, void **out)
+{
+	if (rc < 0 && rc > -4096)
+		return (int)rc;
+	*out = (void *)rc;
+	return 0;
+}
+
 int rf_sys_map(size_t nbytes, void **out)
 {
-	void *memory;
 	intptr_t rc;
 
 	RETURN_IF_INJECTED();
-	memory = NULL;
-	KERNEL(rc, (intptr_t)(memory = mmap(NULL, nbytes, PROT_READ | PROT_WRITE,
-					    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)));
-	if (memory == MAP_FAILED)
-		return (int)rc;
-	*out = memory;
-	return 0;
+	KERNEL(rc, (intptr_t)mmap(NULL, nbytes, PROT_READ | PROT_WRITE,
+				  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+	return mapped_at(rc, out);
 }
 
 int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out)
 {
-	void *memory;
 	intptr_t rc;
 
 	RETURN_IF_INJECTED();
-	memory = NULL;
-	KERNEL(rc, (intptr_t)(memory = mremap(old, old_nbytes, nbytes, MREMAP_MAYMOVE)));
-	if (memory == MAP_FAILED)
-		return (int)rc;
-	*out = memory;
-	return 0;
+	KERNEL(rc, (intptr_t)mremap(old, old_nbytes, nbytes, MREMAP_MAYMOVE));
+	return mapped_at(rc, out);
 }
 
 int rf_sys_protect(uintptr_t start, size_t nbytes, int protection)
@@ -169,9 +168,9 @@ int rf_sys_map_at(uintptr_t start, size_t nbytes, int access)
 	intptr_t rc;
 
 	RETURN_IF_INJECTED();
-	memory = NULL;
-	KERNEL(rc, (intptr_t)(memory = mmap((void *)start, nbytes, protection, flags, -1, 0)));
-	if (memory == MAP_FAILED)
+	KERNEL(rc, (intptr_t)mmap((void *)start, nbytes, protection, flags, -1, 0));
+	rc = mapped_at(rc, &memory);
+	if (rc < 0)
 		return (int)rc;
 	if ((uintptr_t)memory == start)
 		return 0;
@@ -191,11 +190,12 @@ ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned i
 int rf_sys_map_over(uintptr_t start, size_t nbytes)
 {
 	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+	void *memory;
 	intptr_t rc;
 
 	RETURN_IF_INJECTED();
 	KERNEL(rc, (intptr_t)mmap((void *)start, nbytes, PROT_READ | PROT_WRITE, flags, -1, 0));
-	return rc < 0 && rc > -4096 ? (int)rc : 0;
+	return mapped_at(rc, &memory);
 }
 
 int rf_sys_open(const char *path, int access)
@@ -209,7 +209,7 @@ int rf_sys_open(const char *path, int access)
 
 	RETURN_IF_INJECTED();
 	KERNEL_UNCANCELLED(rc, open(path, flags[access] | O_CLOEXEC, 0666));
-	/* Only to open it nobody waits: for the reader of a named pipe. */
+	/* O_NONBLOCK was for open(), which waits for the reader of a named pipe. */
 	if (rc >= 0 && access != RF_READ)
 		(void)!fcntl(rc, F_SETFL, O_APPEND);
 	return rc;
@@ -226,7 +226,7 @@ ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes)
 	return rc;
 }
 
-/* A write that fails so raises a signal, which ends a program that has no use for it. */
+/* The signal that comes with a write's failure, which would end the program; 0: none. */
 static int signal_of(ssize_t rc)
 {
 	if (rc == -EPIPE)

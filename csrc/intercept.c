@@ -38,7 +38,7 @@ struct copy {
 	uintptr_t start, end;
 	uintptr_t entries[NAMES];	/* its own functions */
 	bool through_slots[RANGE_NAMES];
-	bool elsewhere;			/* and one of those held another's function than ours */
+	bool elsewhere;			/* one of those held another function than ours */
 	bool found;			/* in the look under way */
 	bool settled;			/* how it is served has been decided */
 };
@@ -289,14 +289,14 @@ static bool all_are_served(void)
 	return true;
 }
 
-/* What holds @value, in an object that is no libibverbs itself if @copy is NULL. */
+/* A slot that holds @value, of the libibverbs @copy, or, if that is NULL, of another object. */
 static bool may_rewrite(const struct rf_object *object, const struct copy *copy, uintptr_t value)
 {
 	if (!copy)
 		copy = copy_at(value);
 	if (copy)
 		return copy->library.how != RF_LIBRARY_REFUSED;
-	/* Bound when it is first called, and until then its own: it may become any copy's. */
+	/* Not bound yet, it points into its own object: at its first call it may become any copy's. */
 	return object->start <= value && value < object->end && all_are_served();
 }
 
@@ -349,7 +349,7 @@ static uintptr_t *next_to_rewrite(const struct rf_object *object, const struct c
 	return NULL;
 }
 
-/* A libibverbs whose calls would come here by halves has none of them taken. */
+/* Where only some of a libibverbs' calls could be taken none are: it is refused. */
 static int open_slots(struct dl_phdr_info *info, size_t size, void *data)
 {
 	struct rf_object object;
@@ -408,16 +408,17 @@ static int shut_slots(struct dl_phdr_info *info, size_t size, void *data)
 	return 0;
 }
 
-/* For all objects at once: those there are stay, as the loader's lock is held meanwhile. */
+/* In a callback, as the loader's lock is held there: no object comes or goes meanwhile. */
 static int rewrite_all(struct dl_phdr_info *info, size_t size, void *unused)
 {
 	struct opened opened = { .count = 0 };
 
 	(void)info, (void)size, (void)unused;
 	dl_iterate_phdr(open_slots, &opened);
-	/* Releases first. */
-	for (opened.last = 0; opened.last < NAMES; opened.last += NAMES - 1)
-		dl_iterate_phdr(rewrite_slots, &opened);
+	opened.last = NAME_DOFORK;
+	dl_iterate_phdr(rewrite_slots, &opened);
+	opened.last = NAMES - 1;
+	dl_iterate_phdr(rewrite_slots, &opened);
 	dl_iterate_phdr(shut_slots, &opened);
 	return 1;
 }

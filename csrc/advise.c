@@ -275,7 +275,7 @@ static int ask_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, bool f
 	if (forking)
 		rf_edges_save(advisor->edges);
 	rf_advise_unmark_runs(advisor, start, end, is_fresh_but_shared);
-	/* All of it: somebody else may have unmarked a part, which makes the rest one too. */
+	/* Marked or not: others may have unmarked a part of a huge page, which goes as a whole. */
 	return mark_now(advisor, start, end, held, rf_range_wants_mark);
 }
 
@@ -365,11 +365,11 @@ static int count_and_mark(struct rf_advisor *advisor, struct rf_slot *slot, uint
 		return -EINVAL;
 	if (forking)
 		rf_edges_save(advisor->edges);
-	/* What is not held is marked, whatever we think of it. */
+	/* What is not held is marked even if it was: it may have been mapped anew since. */
 	return mark_now(advisor, start, end, held, held ? to_mark_now : rf_range_wants_mark);
 }
 
-/* Its mark may be gone, or go. */
+/* Its mark may be gone, or about to be taken away. */
 #define UNSTEADY (RF_RANGE_DOUBT | RF_RANGE_RETRY)
 
 /*
@@ -423,7 +423,7 @@ static __attribute__((noinline)) int mark_by_steps(struct rf_advisor *advisor, s
 {
 	if (start >= end)
 		return advisor->policy == RF_WIPE ? refuse_huge_ends(advisor, slot, error) : 0;
-	/* Also after a failure: what was marked anew, in doubt, may have become shared. */
+	/* Also if this fails: memory in doubt that was marked anew may be shared by now. */
 	advisor->dirty = true;
 	return finish(advisor, slot, forking,
 		      count_and_mark(advisor, slot, start, end, forking), error);

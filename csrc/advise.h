@@ -18,8 +18,8 @@
  *
  * madvise() is not exact: over marked pages a misaligned call in a huge page
  * succeeds and changes nothing, and a range with a hole is advised around it and
- * then refused. So success over unmarked pages alone says something, and undoing
- * is by what is mapped.
+ * then refused. So only success over unmarked pages means anything, and undoing
+ * goes mapping by mapping.
  *
  * No locks: the engine's lock is held.
  */
@@ -49,10 +49,10 @@ static inline uintptr_t rf_up(uintptr_t address, unsigned int shift)
 struct rf_advisor {
 	enum rf_policy policy;
 	bool required;		/* what is not marked is not left to the kernel */
-	const struct rf_advisor *beside;	/* takes of the same VMA budget */
+	const struct rf_advisor *beside;	/* the other one: they share the VMA budget */
 	struct rf_ranges ranges;
 	struct rf_ranges gaps;	/* what of them is not registered: see edges.h */
-	uint64_t gap_bytes;	/* of each registration */
+	uint64_t gap_bytes;	/* each as often as it is counted there */
 	struct rf_edges *edges;
 	const struct rf_kernel *kernel;
 	bool whole;		/* mark every page touched, not only those filled */
@@ -96,7 +96,7 @@ static inline uint64_t rf_advise_edges(const struct rf_advisor *advisor)
 }
 
 /*
- * A child is being made: shared memory may not bear a mark for a moment, and what the
+ * A child is being made: shared memory may not bear a mark even for a moment, and what the
  * child is to get back is saved anew.
  */
 #define RF_ADVISE_FORKING	1u
@@ -127,7 +127,7 @@ static inline void rf_advise_count_waiting(struct rf_advisor *advisor,
 		rf_advise_count_all_waiting(advisor, registry);
 }
 
-/* Count all listed slots, unlist them, and mark what is due. Nothing to report: see above. */
+/* Count all listed slots, unlist them, and mark what is due. What fails is left to the kernel. */
 void rf_advise_fold(struct rf_advisor *advisor, struct rf_registry *registry);
 
 /* Is all of [@start, @end) mapped, and shared? 1, 0, or why that cannot be asked. */
@@ -139,7 +139,7 @@ void rf_advise_settle(struct rf_advisor *advisor);
 /*
  * For a fork inside the engine, where our own tables may be half changed: what the
  * kernel has mapped as shared is unmarked, whoever marked it, as some of it may be
- * unasked yet. What we hold to be marked is unmarked once more by the next fold.
+ * unasked yet. The tables do not learn of it: the next fold unmarks the same again.
  */
 void rf_advise_unmark_all_shared(const struct rf_kernel *kernel);
 

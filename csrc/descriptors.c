@@ -74,8 +74,8 @@ static void close_null(struct rf_descriptors *descriptors)
 
 /*
  * Opened before it is needed: a child may have no descriptor left, or another root. For
- * reading: a command that is written there must fail, as librdmacm waits for ever for what
- * the answer to one that did not would have told.
+ * reading alone, so that a command written to it fails: after one that succeeded librdmacm
+ * would wait for ever for what it is to bring about.
  */
 static int open_null(struct rf_descriptors *descriptors)
 {
@@ -143,7 +143,7 @@ static void replace(const struct rf_descriptor *null, const struct rf_descriptor
 {
 	int fd = item->number - 1;
 
-	/* Free, its number would be the next file's, and that would hear what is said to it. */
+	/* Were its number free, the next file would get it, and what is meant for the device. */
 	if (!null->number || rf_sys_duplicate(null->number - 1, fd) < 0)
 		rf_sys_close(fd);
 }

@@ -87,7 +87,7 @@ static bool is_nobodys(const struct rf_leaving *leaving, uintptr_t at, uintptr_t
 	return gap->start <= at && gap->count == page->count;
 }
 
-/* Its pages leave, or do so before the fork under way makes its child. */
+/* Do its pages leave, now or before the fork under way makes its child? */
 static bool leaves(const struct rf_range *range)
 {
 	return range->mark || rf_range_wants_mark(range);
@@ -127,7 +127,7 @@ static int append(struct rf_edges *edges, uintptr_t start, uintptr_t end)
 	return 0;
 }
 
-/* What is nobody's in one range of the pages that leave so. */
+/* Append what is nobody's in one range of pages that leave. */
 static int collect_range(struct rf_edges *edges, const struct rf_range *range, bool wiped)
 {
 	uintptr_t at, stop;

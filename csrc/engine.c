@@ -21,7 +21,7 @@ int rf_enter_slowly(unsigned int flags)
 	while (!rf_lock_wait(&rf_engine.lock)) {
 		if (!rf_notice_child())
 			return -EDEADLK;
-		/* Whoever has it may wait for what a fork handler before ours has taken. */
+		/* Its owner may wait for a lock that a fork handler before ours has taken. */
 		if (flags & RF_FORKING && rf_sys_now() - began > patience)
 			return -ETIMEDOUT;
 	}
@@ -40,7 +40,7 @@ void rf_clear(void)
 	rf_index_clear(&engine->ibv_ranges);
 	rf_witness_clear();
 	engine->mode_inherited = engine->mode != RF_MODE_NONE;
-	/* The parent was being started, perhaps: with nothing to show for it here. */
+	/* The parent may have been in the middle of rf_fork_init(), which does not go on here. */
 	if (!engine->mode_inherited)
 		__atomic_store_n(&engine->environment_read, false, __ATOMIC_RELAXED);
 	engine->registered = false;
@@ -68,7 +68,7 @@ bool rf_become_child(void)
 	struct rf_engine *engine = &rf_engine;
 	uint64_t before = 0;
 
-	/* The first thread of a raw clone's does it, others wait for it. */
+	/* The first thread of a raw clone()'s child does it, its others wait. */
 	while (!__atomic_compare_exchange_n(engine->alive, &before, rf_lock_self(), false,
 					    __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE)) {
 		if (before == 1)

@@ -73,12 +73,12 @@ static inline bool rf_notice_child(void)
 /* In a fork handler: do not wait for ever. */
 #define RF_FORKING 0x80000000u
 
-/* The lock is taken: the engine is the caller's to wait for, or not. */
+/* The rest of rf_enter(), where somebody has the lock. */
 int rf_enter_slowly(unsigned int flags);
 
 /* Forget what the parent had registered. */
 void rf_clear(void);
-/* And take marks away: an interrupted call has gone on here, and made its own. */
+/* The same after an interrupted call has gone on in this child: its marks are taken away. */
 void rf_clear_interrupted(void);
 
 /*
@@ -95,7 +95,7 @@ static inline int rf_enter(unsigned int flags)
 		if (rc < 0)
 			return rc;
 	}
-	/* A fork between the look at it in rf_leave() and the unlocking left it to us. */
+	/* A fork came after rf_leave() had looked at it, and before the unlocking. */
 	if (rf_unlikely(rf_engine.clear_when_left))
 		rf_clear_interrupted();
 	return 0;

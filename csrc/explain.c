@@ -4,7 +4,7 @@
 
 #include <errno.h>
 
-/* Only private anonymous memory in base pages can be wiped: what else is there? */
+/* Only private anonymous memory in base pages can be wiped: name what else is there. */
 static void name_unwipeable(struct rf_advisor *advisor, struct rf_error *error)
 {
 	struct rf_vma vma;

@@ -117,7 +117,7 @@ static void count_listed(struct rf_advisor *advisor, struct rf_registry *registr
 	}
 }
 
-/* From the end, where the last to come are: none is passed by twice. */
+/* From the end of the list: those that wait have come last. */
 void rf_advise_count_all_waiting(struct rf_advisor *advisor, struct rf_registry *registry)
 {
 	uint32_t index = registry->last_listed, before;
@@ -135,7 +135,7 @@ void rf_advise_count_all_waiting(struct rf_advisor *advisor, struct rf_registry 
 			rf_ranges_tidy(&advisor->ranges, start, end);
 		}
 		rf_registry_count(registry, slot);
-		/* As of any other that is marked at once, only edges are asked what they lie in. */
+		/* As with all that is marked at once, only ends within a page are asked about. */
 		if (!((slot->start | slot->end) & mask))
 			rf_registry_unlist(registry, index);
 	}
@@ -173,7 +173,7 @@ static void note_marked(struct rf_advisor *advisor, const struct iovec *run)
 	rf_ranges_set_flags(&advisor->ranges, start, end, 0, RF_RANGE_DUE);
 }
 
-/* One run by itself. What the kernel refuses is its own to copy, but for what was marked. */
+/* What the kernel refuses is left to its copying, unless it was marked before. */
 static void mark_run(struct rf_advisor *advisor, struct batch *batch, const struct iovec *run)
 {
 	uintptr_t start = (uintptr_t)run->iov_base, end = start + run->iov_len;
@@ -208,7 +208,7 @@ static void flush(struct rf_advisor *advisor, struct batch *batch)
 	batch->count = 0;
 }
 
-/* Mark again what somebody holds who registered after others cast doubt: it takes no room. */
+/* Mark pages in doubt again that a later registration holds: that takes no more VMAs. */
 static void mark_doubted(struct rf_advisor *advisor)
 {
 	struct batch batch = { .count = 0 };

@@ -34,8 +34,8 @@ static void prepare(void)
 		return;
 	if (rf_enter(RF_FORKING) < 0) {
 		/*
-		 * A signal handler inside the engine, or one in another thread that waits for
-		 * what this one has: what waits to be marked is the kernel's to copy.
+		 * This is a signal handler inside the engine, or the engine's owner waits for a
+		 * lock that this thread has. What is not marked yet is the kernel's to copy.
 		 */
 		__atomic_add_fetch(&engine->forks_unprepared, 1, __ATOMIC_RELAXED);
 		rf_advise_unmark_all_shared(engine->advisor.kernel);
@@ -70,7 +70,7 @@ static uint64_t unwiped;
 static void child(void)
 {
 	unwiped = 0;
-	/* Before anything here maps memory. Else what there may be is another fork's. */
+	/* Before anything here maps memory. What is shown without it is another fork's. */
 	if (saved)
 		rf_edges_restore(&rf_engine.edges);
 	rf_guards_raise(&rf_engine.guards);

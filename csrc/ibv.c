@@ -35,7 +35,7 @@ RF_API void rf_ranges_own(int yes)
 	own = yes;
 }
 
-/* Unasked, so a failure is no one's: then nothing is protected, as in libibverbs. */
+/* Nobody has asked for it, so nobody is told of a failure: then nothing is protected. */
 static void start(void)
 {
 	static bool failed;
@@ -178,7 +178,7 @@ static int release_part(struct rf_entry *whole, uintptr_t begin, uintptr_t end)
 
 /*
  * Is every page of [@begin, @end) registered? The first that touches one is *@found.
- * Else this is a release too many, of which no part may be taken for another's.
+ * If not, this is one release too many: no part of it may release what another registered.
  */
 static int find_all(uintptr_t begin, uintptr_t end, size_t page_size, struct rf_entry *found)
 {
@@ -280,7 +280,7 @@ RF_API int ibv_fork_init(void)
 	return rc < 0 ? -rc : rf_intercept_forward();
 }
 
-/* Others act on it: UNNEEDED keeps them from what would only slow a fork down, or abort it. */
+/* UNNEEDED keeps other libraries from what would slow a fork down or make them abort. */
 RF_API int ibv_is_fork_initialized(void)
 {
 	struct rf_kernel kernel;

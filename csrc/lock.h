@@ -51,8 +51,8 @@ static inline bool rf_lock_try(struct rf_lock *lock)
 
 /*
  * Take it, or wait for a while. The caller has seen that rf_lock_try() fails and that the
- * lock is not its own. False: not taken. Nobody waits without looking up: a raw clone()'s
- * child that goes on from here waits for a thread that it does not have.
+ * lock is not its own. False: not taken; see whether this is a child by now, and call again.
+ * A raw clone()'s child that goes on from here would wait for a thread that it does not have.
  */
 bool rf_lock_wait(struct rf_lock *lock);
 void rf_lock_wake(struct rf_lock *lock);

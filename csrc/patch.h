@@ -34,8 +34,8 @@ const uintptr_t *rf_patch_compared(uintptr_t entry);
 bool rf_patch_leads(uintptr_t entry, uintptr_t to);
 
 /*
- * Let its code be written, and no more. What mprotect() says: of several patches, all are
- * opened before the first is written, as who cannot write one may not unwrite another.
+ * Let its code be written, and no more. 0, or what mprotect() says. All of several patches
+ * are opened before the first is written: then each that is written can be undone.
  */
 int rf_patch_open(const struct rf_patch *patch);
 void rf_patch_shut(const struct rf_patch *patch);

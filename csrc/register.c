@@ -73,7 +73,7 @@ static int wipe(struct rf_engine *engine, struct rf_slot *slot, struct rf_error 
 static void uncount(struct rf_engine *engine, struct rf_slot *slot)
 {
 	if (rf_likely(slot->policy == RF_OMIT)) {
-		/* Its marks may be all that protects those. */
+		/* What waits uncounted is protected by others' marks, which may be these. */
 		if (engine->mode == RF_MODE_EAGER)
 			rf_advise_count_waiting(&engine->advisor, &engine->registry);
 		rf_advise_release(&engine->advisor, slot);
@@ -91,7 +91,7 @@ static int protect_otherwise(struct rf_engine *engine, struct rf_slot *slot, uns
 	return slot->policy == RF_WIPE ? wipe(engine, slot, error) : keep(engine, slot, error);
 }
 
-/* -EAGAIN: with RF_NOWAIT, which it cannot be done with. */
+/* -EAGAIN: with RF_NOWAIT, where this would have to call the kernel. */
 static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
 		   unsigned int flags, struct rf_error *error)
 {
@@ -124,8 +124,9 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 }
 
 /*
- * So that the fork to come need not ask for memory. Of many registrations in the same huge
- * pages this is far more than what a fork saves, so past a limit it asks when it knows.
+ * Take the room for what forks must save now, so that no fork need ask for memory. Of many
+ * registrations in the same huge pages that would be far more than a fork saves: beyond a
+ * limit the fork takes the room itself, when it knows how much it is.
  */
 static int reserve_edges(struct rf_engine *engine)
 {
@@ -156,7 +157,7 @@ static bool name_lost(const struct rf_engine *engine, uintptr_t page, struct rf_
 	return true;
 }
 
-/* The same of the first and the last page of @slot, if others share them. */
+/* The same of the page that @slot begins in, or else of the one it ends in, unless it fills them. */
 static void name_lost_pages(const struct rf_engine *engine, const struct rf_slot *slot,
 			    struct rf_error *error)
 {
@@ -171,7 +172,7 @@ static void name_lost_pages(const struct rf_engine *engine, const struct rf_slot
 		(void)name_lost(engine, slot->end & ~mask, error);
 }
 
-/* The slot is counted: it stays so, or nothing has changed. */
+/* The slot is counted. Negative: there is no room for its edges, and it has been uncounted. */
 static int settle(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
 		  struct rf_error *error)
 {

@@ -27,7 +27,7 @@
 
 /* Its pages are counted in the ranges. */
 #define RF_SLOT_COUNTED		1u
-/* In the list: to be counted, or what is mapped at its ends to be asked, by the next fold. */
+/* In the list: the next fold is to count it, or to ask what is mapped at its ends. */
 #define RF_SLOT_LISTED		2u
 /* rf_fork_init() came after it, or never: nothing protects it. */
 #define RF_SLOT_UNPROTECTED	4u
@@ -111,7 +111,7 @@ static inline void rf_registry_put(struct rf_registry *registry, uint32_t index)
 	registry->live--;
 }
 
-/* The same of the slot taken last, whose serial nobody has been told: it never was. */
+/* Undo rf_registry_take() of the slot taken last, whose serial nobody has been told. */
 static inline void rf_registry_take_back(struct rf_registry *registry, uint32_t index)
 {
 	rf_registry_put(registry, index);

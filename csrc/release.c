@@ -56,7 +56,7 @@ static void unmark_mapping(struct rf_advisor *advisor, const struct rf_vma *vma,
 	last = rf_up(end, vma->shift);
 	if (!vma->shared && is_wanted_beside(advisor, rf_down(end, vma->shift), last, start, end))
 		last = rf_down(end, vma->shift);
-	/* A child gets back what stays marked: no registration has a gap there. */
+	/* What stays marked is to be given back to children, and is in no registration's gaps. */
 	if (first > start || last < end)
 		advisor->edges->leftovers = true;
 	if (first >= last)

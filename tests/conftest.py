@@ -40,6 +40,7 @@ import pytest
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20
+PLACE = 0x30_0000_0000  # low, where the kernel puts nothing of its own
 HERE = Path(__file__).resolve().parent
 # How much slower than usual this machine is: twenty times in a virtual machine without KVM.
 SLOWNESS = float(os.environ.get("RDMAFORK_TEST_SLOWNESS") or 1)
@@ -56,6 +57,7 @@ needs_lazy = pytest.mark.skipif(
     reason="lazy mode is not for a kernel whose copying at fork cannot be trusted",
 )
 LAZY = pytest.param("lazy", marks=needs_lazy)
+both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 # ---- a fresh interpreter ----------------------------------------------------------------
@@ -405,6 +407,14 @@ def write(address, data):
     ctypes.memmove(address, data, len(data))
 
 
+def pages(start, count):
+    return [start + i * PAGE for i in range(count)]
+
+
+class Owner:
+    """Holds memory, as far as rdmafork knows."""
+
+
 def address_of(buffer):
     """Where a writable buffer lies; it is not held."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -483,6 +493,20 @@ def is_mapped(address):
             if start <= address < end:
                 return permissions != "---p"
     return False
+
+
+# ---- pinned pages -----------------------------------------------------------------------
+
+needs_pins = pytest.mark.usefixtures("pins")
+
+
+@pytest.fixture(scope="session")
+def pins():
+    from rdmafork import _pins
+
+    why = _pins.available()
+    if why:
+        pytest.skip(f"pins cannot be taken: {why}")
 
 
 # ---- huge pages -------------------------------------------------------------------------

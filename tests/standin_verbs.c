@@ -53,11 +53,6 @@ int standin_faults(void)
 	return faults;
 }
 
-int standin_calls(void)
-{
-	return calls;
-}
-
 /* Contexts, domains, regions and lists. */
 int standin_open(void)
 {

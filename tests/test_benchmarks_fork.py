@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import needs_lazy
+from conftest import needs_lazy, needs_pins
 
 import rdmafork
 from rdmafork import _pins
@@ -22,7 +22,6 @@ DOCUMENT = {
     "benchmark", "question", "command", "commit", "machine", "rounds", "rows", "skipped",
 }  # fmt: skip
 MPIRUN = Path(sys.executable).with_name("mpirun")
-needs_pins = pytest.mark.skipif(_pins.available() is not None, reason=str(_pins.available()))
 
 
 def document(name, folder, *arguments, prefix=(), **variables):

@@ -17,12 +17,12 @@ import warnings
 from pathlib import Path
 
 import pytest
-import test_cost
 from conftest import (
     HUGE,
     PAGE,
     Died,
     address_of,
+    both_modes,
     child,
     fork_once,
     free_huge_pages,
@@ -38,22 +38,16 @@ from conftest import (
     vm_flags,
     write,
 )
+from strace import names, traced
 
 import rdmafork
 from rdmafork import Buffer, UnprotectedWarning
 
 np = pytest.importorskip("numpy")
 
-both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
-traced = test_cost.traced
-
 
 def mapping_at(address):
     return next((m for m in smaps() if m.start <= address < m.end), None)
-
-
-def names(section):
-    return [call.partition("(")[0] for call in section]
 
 
 def huge_part(address):
@@ -306,9 +300,9 @@ def test_whatever_is_an_index_is_a_size():
 
 
 def test_wrong_arguments():
-    for arguments, names in (((), {}), ((1, PAGE), {}), ((1,), {"pages": 1})):
+    for arguments, options in (((), {}), ((1, PAGE), {}), ((1,), {"pages": 1})):
         with pytest.raises(TypeError):
-            Buffer(*arguments, **names)
+            Buffer(*arguments, **options)
     with pytest.raises(TypeError):
         Buffer.__new__(Buffer)
     with pytest.raises(TypeError):
@@ -413,7 +407,7 @@ def test_it_is_registered_whole_from_the_first_moment_to_the_last(mode):
 
 @pytest.mark.parametrize("edges", ["", "whole"])
 @both_modes
-def test_registering_any_part_costs_no_system_call_and_no_mapping(traced, mode, edges):
+def test_registering_any_part_costs_no_system_call_and_no_mapping(mode, edges):
     sections = traced(
         f"""
         rdmafork.fork_init({mode!r})
@@ -459,7 +453,7 @@ def test_registering_any_part_costs_no_system_call_and_no_mapping(traced, mode, 
 
 
 @pytest.mark.parametrize("mode, advice", [("lazy", []), ("eager", ["madvise"])])
-def test_the_system_calls_of_making_and_closing_one(traced, mode, advice):
+def test_the_system_calls_of_making_and_closing_one(mode, advice):
     """A page: two and one; from 2 MiB on one more, for huge pages; eager adds its two.
 
     The registration is given back before the memory.
@@ -485,7 +479,7 @@ def test_the_system_calls_of_making_and_closing_one(traced, mode, advice):
     assert sections["again"] == []
 
 
-def test_the_system_calls_of_huge_pages(traced, huge):
+def test_the_system_calls_of_huge_pages(huge):
     sections = traced(
         """
         rdmafork.fork_init("lazy")

@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 import pytest
-import test_cost
 from conftest import (
     HUGE,
     PAGE,
+    both_modes,
     child,
     fork_once,
     fresh,
@@ -33,18 +33,12 @@ from conftest import (
     smaps,
     write,
 )
+from strace import NOISE, names, traced
 
 import rdmafork
 from rdmafork import Buffer, InheritedError, UnprotectedWarning
 
 np = pytest.importorskip("numpy")
-
-both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
-traced = test_cost.traced
-
-
-def names(section):
-    return [call.partition("(")[0] for call in section]
 
 
 # ---- children -----------------------------------------------------------------------------
@@ -86,7 +80,7 @@ def test_in_a_child_views_fault_and_the_rest_raises(mode):
 
 
 @both_modes
-def test_in_a_child_closing_and_collecting_make_no_system_call(traced, mode):
+def test_in_a_child_closing_and_collecting_make_no_system_call(mode):
     sections = traced(
         f"""
         import gc
@@ -325,7 +319,7 @@ def traced_here(function, inject=None):
         tracer.communicate()
         text = log.read_text()
     body = text.partition('"/mark/begin"')[2].partition("\n")[2].partition('access("/mark/end"')[0]
-    return result, [line for line in body.splitlines() if not test_cost.NOISE.match(line)]
+    return result, [line for line in body.splitlines() if not NOISE.match(line)]
 
 
 def left_mapped(calls):

@@ -8,8 +8,9 @@ import weakref
 
 import pytest
 from conftest import (
-    LAZY,
     PAGE,
+    PLACE,
+    both_modes,
     child,
     fork_once,
     fresh,
@@ -20,27 +21,6 @@ from conftest import (
 
 import rdmafork
 from rdmafork import register, register_address, stats
-
-MODES = [LAZY, "eager"]
-both_modes = pytest.mark.parametrize("mode", MODES)
-trusted = pytest.mark.skipif(
-    not rdmafork.kernel_info().copy_on_fork_trusted,
-    reason="the kernel's copying at fork cannot be trusted: whole pages go, eagerly",
-)
-PLACE = 0x30_0000_0000  # low, where the kernel puts nothing of its own
-
-
-def pages(start, count):
-    return [start + i * PAGE for i in range(count)]
-
-
-def protections():
-    return [(r.start, r.end, r.registrations, r.protected_by) for r in rdmafork.protected_ranges()]
-
-
-class Owner:
-    pass
-
 
 # ---- what can be registered ----------------------------------------------------------------
 
@@ -220,9 +200,9 @@ def test_empty_buffers(mode):
         with register(buffer) as registration:
             assert registration.nbytes == 0
             assert registration.protected
-            assert protections() == []
+            assert rdmafork.protected_ranges() == []
             fork_once()
-            assert protections() == []
+            assert rdmafork.protected_ranges() == []
     array = bytearray()
     with register(array), pytest.raises(BufferError):
         array.append(1)

@@ -13,9 +13,9 @@ import sys
 
 import pytest
 from conftest import (
-    LAZY,
     MAP_FIXED_NOREPLACE,
     PAGE,
+    both_modes,
     child,
     fork_once,
     fresh,
@@ -29,8 +29,6 @@ from conftest import (
 )
 
 import rdmafork
-
-both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 def start(mode, npages=8):

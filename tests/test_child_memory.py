@@ -20,10 +20,10 @@ from typing import NamedTuple
 import pytest
 from conftest import (
     HUGE,
-    LAZY,
     MAP_FIXED,
     PAGE,
     SLOWNESS,
+    both_modes,
     child,
     libc,
     madvise,
@@ -165,7 +165,7 @@ def merged(fates):
 
 PERIOD = 251
 PATTERN = bytes(1 + i for i in range(PERIOD)) * (HUGE // PERIOD + 2)
-MADV_HUGEPAGE, MADV_NOHUGEPAGE = 14, 15
+MADV_HUGEPAGE = 14
 
 
 def pattern(start, end):
@@ -368,14 +368,14 @@ def explore(mode, whole, huge):
 
 
 @pytest.mark.parametrize("edges", ["", "whole"])
-@pytest.mark.parametrize("mode", [LAZY, "eager"])
+@both_modes
 def test_a_child_finds_what_the_model_says(mode, edges):
     env = {"RDMAFORK_EDGES": edges}
     run(explore, mode, edges == "whole", False, env=env)
 
 
 @pytest.mark.parametrize("edges", ["", "whole"])
-@pytest.mark.parametrize("mode", [LAZY, "eager"])
+@both_modes
 def test_a_child_finds_what_the_model_says_of_huge_pages(mode, edges, hugepages):
     hugepages(8)
     env = {"RDMAFORK_EDGES": edges}

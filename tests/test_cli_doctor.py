@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import environment, fork_once, libc, private_map, shared_map
+from conftest import environment, fork_once, libc, needs_pins, private_map, shared_map
 from test_devices import as_nobody, forbid, port, tmp_path, tree, vendors
 from test_pins import forbid_io_uring
 
@@ -453,11 +453,6 @@ def process():
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-
-
-needs_pins = pytest.mark.skipif(
-    _pins.available() is not None, reason=f"pins cannot be taken: {_pins.available()}"
-)
 
 
 @needs_pins

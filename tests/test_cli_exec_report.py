@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import LAZY, PAGE, environment
+from conftest import LAZY, PAGE, both_modes, environment
 from test_cli_report import line
 
 from rdmafork.cli import launchers, main
@@ -41,7 +41,7 @@ def lines(path):
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("mode", [LAZY, "eager"])
+@both_modes
 def test_a_process_reports_what_it_did(tmp_path, mode):
     path = tmp_path / "r.json"
     program = (sys.executable, "-c", FORKING, "3")

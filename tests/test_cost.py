@@ -11,76 +11,16 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import tracemalloc
 from pathlib import Path
 
 import pytest
-from conftest import (
-    LAZY,
-    PAGE,
-    child,
-    fork_once,
-    fresh,
-    libc,
-    needs_lazy,
-    private_map,
-)
+from conftest import PAGE, both_modes, child, fork_once, fresh, libc, needs_lazy, private_map
+from strace import traced
 
 import rdmafork
 
-both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
-
-
 # ---- system calls -------------------------------------------------------------------------
-
-# mark(name) begins a section of the trace; what is made ready before it is not counted.
-PROLOGUE = """
-    import ctypes, gc, mmap, os, sys
-    import rdmafork
-    PAGE = mmap.PAGESIZE
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    def private(npages):
-        memory = mmap.mmap(-1, npages * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory[:] = b"m" * len(memory)
-        return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    def mark(name, access=os.access):
-        access(name, 0)
-    mark("/mark/none"), mark("/mark/end")
-    register, register_address = rdmafork.register, rdmafork.register_address
-"""
-
-# What the kernel or the C library does of itself, at any time.
-NOISE = re.compile(r"^(rt_sigreturn|---|\+\+\+|restart_syscall|clock_nanosleep|sched_yield)")
-
-
-@pytest.fixture
-def traced(tmp_path):
-    """traced(source) runs it and returns the system calls of each of its sections."""
-    strace = shutil.which("strace")
-    if not strace:
-        pytest.skip("no strace")
-
-    def trace(source, **options):
-        from conftest import run
-
-        log = tmp_path / "log"
-        source = textwrap.dedent(PROLOGUE) + textwrap.dedent(source) + "\nmark('/mark/end')\n"
-        run(source, prefix=[strace, "-f", "-qq", "-s", "200", "-o", str(log)], **options)
-        sections, process = {}, None
-        for line in log.read_text().splitlines():
-            pid, call = line.split(None, 1)
-            found = re.match(r'access\("/mark/(\w+)"', call)
-            if found:
-                process = pid
-                section = sections.setdefault(found[1], [])
-            elif pid == process and not NOISE.match(call):
-                section.append(call)
-        sections.pop("none"), sections.pop("end")
-        return sections
-
-    return trace
 
 
 def engine_calls(section):
@@ -88,7 +28,7 @@ def engine_calls(section):
 
 
 @needs_lazy
-def test_lazy_registrations_make_no_system_call_at_all(traced):
+def test_lazy_registrations_make_no_system_call_at_all():
     sections = traced(
         """
         rdmafork.fork_init("lazy")
@@ -118,7 +58,7 @@ def test_lazy_registrations_make_no_system_call_at_all(traced):
     assert sections == {name: [] for name in ("close", "context", "collected", "address", "nested")}
 
 
-def test_eager_registrations_make_the_two_calls_that_do_it(traced):
+def test_eager_registrations_make_the_two_calls_that_do_it():
     sections = traced(
         """
         rdmafork.fork_init("eager")
@@ -149,7 +89,7 @@ def test_eager_registrations_make_the_two_calls_that_do_it(traced):
         assert section == raw, name
 
 
-def test_eager_registrations_of_unaligned_memory_make_two_calls_too(traced):
+def test_eager_registrations_of_unaligned_memory_make_two_calls_too():
     """Where copying is trusted: the edges are the kernel's to copy, and need no question."""
     if not rdmafork.kernel_info().copy_on_fork_trusted:
         pytest.skip("this kernel's copying is not trusted")
@@ -174,7 +114,7 @@ def test_eager_registrations_of_unaligned_memory_make_two_calls_too(traced):
 
 
 @both_modes
-def test_registrations_inside_a_registered_arena_make_none(traced, mode):
+def test_registrations_inside_a_registered_arena_make_none(mode):
     sections = traced(
         f"""
         rdmafork.fork_init({mode!r})
@@ -205,7 +145,7 @@ def test_registrations_inside_a_registered_arena_make_none(traced, mode):
 
 
 @both_modes
-def test_a_fork_with_nothing_new_makes_none(traced, mode):
+def test_a_fork_with_nothing_new_makes_none(mode):
     sections = traced(
         f"""
         rdmafork.fork_init({mode!r})
@@ -239,7 +179,7 @@ def test_a_fork_with_nothing_new_makes_none(traced, mode):
 
 
 @needs_lazy
-def test_adjacent_registrations_are_one_call_at_fork(traced):
+def test_adjacent_registrations_are_one_call_at_fork():
     sections = traced(
         """
         rdmafork.fork_init("lazy")
@@ -262,7 +202,7 @@ def test_adjacent_registrations_are_one_call_at_fork(traced):
 
 
 @needs_lazy
-def test_separate_registrations_are_few_calls_at_fork(traced):
+def test_separate_registrations_are_few_calls_at_fork():
     """Up to 64 ranges a call, where the kernel has process_madvise() for that."""
     if not rdmafork.kernel_info().process_madvise:
         pytest.skip("no process_madvise() on this kernel")
@@ -283,7 +223,7 @@ def test_separate_registrations_are_few_calls_at_fork(traced):
 
 
 @both_modes
-def test_a_fork_before_fork_init_makes_none(traced, mode):
+def test_a_fork_before_fork_init_makes_none(mode):
     sections = traced(
         """
         mark("/mark/fork")
@@ -334,9 +274,9 @@ def test_two_hundred_thousand_pairs_leave_nothing(mode):
     before, engine = resident(), rdmafork.stats().engine_bytes
     tracemalloc.start()
     pairs(memory, view, 100)
-    traced = tracemalloc.get_traced_memory()[0]
+    python = tracemalloc.get_traced_memory()[0]
     pairs(memory, view, 1000)
-    assert tracemalloc.get_traced_memory()[0] <= traced + 1000
+    assert tracemalloc.get_traced_memory()[0] <= python + 1000
     tracemalloc.stop()
     pairs(memory, view, 200_000 // 3 if mode == "lazy" else 20_000)
     for _ in range(1000):

@@ -15,15 +15,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import (
-    HERE,
-    LAZY,
-    SLOWNESS,
-    address_of,
-    fork_once,
-    needs_lazy,
-    vm_flags,
-)
+from conftest import HERE, SLOWNESS, address_of, both_modes, fork_once, needs_lazy, vm_flags
 
 import rdmafork
 
@@ -33,8 +25,6 @@ CACHED = 8
 
 # faulthandler says where it hangs, then everybody is killed, hung children too.
 WATCHED = ("timeout", "--signal=ABRT", "--kill-after=2", str(60 * SLOWNESS))
-
-both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 def compile_c(source, output, *options):

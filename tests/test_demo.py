@@ -15,21 +15,16 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import environment, huge_page_pool
+from conftest import environment, huge_page_pool, needs_pins
 from test_pins import forbid_io_uring
 
 import rdmafork
-from rdmafork import _pins
 from rdmafork.cli import demo, demo_screen, machine, main, terminal
 from rdmafork.cli.demo_promises import promises
 
 SMALL = ("demo", "--quick", "--size", "32MiB")
 POOL = Path("/proc/sys/vm/nr_hugepages")
 COMMAND = [sys.executable, "-c", "import sys; from rdmafork.cli import main; sys.exit(main())"]
-
-needs_pins = pytest.mark.skipif(
-    _pins.available() is not None, reason=f"pins cannot be taken: {_pins.available()}"
-)
 
 
 def command(*args, timeout=120, **options):

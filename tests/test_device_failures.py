@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import LAZY, PAGE, fork_once, private_map, run
+from conftest import PAGE, both_modes, fork_once, private_map, run
 from test_failures import check_claims, marks
 
 import rdmafork
@@ -20,7 +20,6 @@ import rdmafork
 ERRORS = (errno.ENOMEM, errno.EAGAIN, errno.EINVAL, errno.EPERM, errno.EBUSY, errno.EFAULT,
           errno.ENODEV, errno.EOPNOTSUPP)  # fmt: skip
 SOURCE = Path(__file__).with_name("standin_verbs.c")
-both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from conftest import (
-    LAZY,
     PAGE,
+    both_modes,
     child,
     fork_once,
     fresh,
@@ -34,8 +34,6 @@ from conftest import (
 import rdmafork
 
 np = pytest.importorskip("numpy")
-
-both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 def state():

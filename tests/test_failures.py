@@ -17,14 +17,15 @@ from pathlib import Path
 import pytest
 from conftest import (
     HUGE,
-    LAZY,
     PAGE,
+    both_modes,
     child,
     fork_once,
     fresh,
     is_mapped,
     libc,
     map_at,
+    needs_pins,
     private_map,
     run,
     shared_map,
@@ -42,8 +43,6 @@ from refused import (
 )
 
 import rdmafork
-
-both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 def marks():
@@ -482,12 +481,9 @@ def test_a_stack_grows_after_it_was_registered(mode):
 
 
 @both_modes
+@needs_pins
 def test_a_fork_that_the_pool_of_huge_pages_fails(mode, hugepages):
     """ENOMEM: a huge page is pinned, nobody registered it, and none is left for its copy."""
-    from rdmafork import _pins
-
-    if _pins.available() is not None:
-        pytest.skip(f"pins cannot be taken: {_pins.available()}")
     hugepages(2)
     run(_the_pool_fails, mode)
 

@@ -17,8 +17,8 @@ import warnings
 
 import pytest
 from conftest import (
-    LAZY,
     PAGE,
+    both_modes,
     fork_once,
     fresh,
     libc,
@@ -54,8 +54,6 @@ RUNS_HANDLERS = {
 
 libc.popen.restype = ctypes.c_void_p
 libc.pclose.argtypes = [ctypes.c_void_p]
-
-both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 def wait(pid):

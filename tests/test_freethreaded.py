@@ -13,12 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import LAZY, PAGE, child, fork_once, fresh, in_threads
+from conftest import PAGE, both_modes, child, fork_once, fresh, in_threads
 from standin import Builder
 
 import rdmafork
-
-both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 def swallow(function, *expected):

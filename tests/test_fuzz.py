@@ -167,7 +167,6 @@ def message(kind, *attributes):
 
 
 DONE = message(_netlink.NLMSG_DONE)
-ACK = message(_netlink.NLMSG_ERROR) + bytes(4)
 
 attributes = st.tuples(st.sampled_from([1, 2, 3, 6, 51, 69, 73, 93]), st.binary(max_size=20))
 messages = st.builds(

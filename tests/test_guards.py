@@ -14,11 +14,11 @@ import signal
 
 import pytest
 from conftest import (
-    LAZY,
     MADV_DONTFORK,
     MAP_NORESERVE,
     PAGE,
     address_of,
+    both_modes,
     child,
     fresh,
     libc,
@@ -31,9 +31,6 @@ from conftest import (
 )
 
 import rdmafork
-
-MODES = [LAZY, "eager"]
-both_modes = pytest.mark.parametrize("mode", MODES)
 
 
 def protect(mode, address, nbytes):

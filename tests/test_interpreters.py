@@ -9,9 +9,9 @@ import threading
 
 import pytest
 from conftest import (
-    LAZY,
     PAGE,
     SLOWNESS,
+    both_modes,
     child,
     environment,
     fork_once,
@@ -23,8 +23,6 @@ from conftest import (
 )
 
 import rdmafork
-
-both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 # What all of these begin with. live() is what the engine counts, whatever is left of Python.
 PROLOGUE = """\

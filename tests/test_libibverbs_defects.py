@@ -20,9 +20,10 @@ import threading
 import pytest
 from conftest import (
     HUGE,
-    LAZY,
     MADV_DOFORK,
     PAGE,
+    PLACE,
+    both_modes,
     child,
     fork_once,
     fresh,
@@ -30,6 +31,7 @@ from conftest import (
     madvise,
     map_at,
     marked,
+    pages,
     private_map,
     read,
     remap,
@@ -39,10 +41,6 @@ from conftest import (
     vm_flags,
     write,
 )
-
-PLACE = 0x20_0000_0000  # low, where the kernel puts nothing of its own into a hole
-
-both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 class Rdmafork:
@@ -111,10 +109,6 @@ class Preloaded(Libibverbs):
 
 
 ENGINES = {"rdmafork": Rdmafork, "libibverbs": Libibverbs, "preloaded": Preloaded}
-
-
-def pages(start, count):
-    return [start + i * PAGE for i in range(count)]
 
 
 # ---- 1: after a failure, pages are counted below zero and never marked again --------------

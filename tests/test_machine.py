@@ -15,6 +15,7 @@ import pytest
 from conftest import (
     MAP_FIXED_NOREPLACE,
     PAGE,
+    Owner,
     child,
     fork_once,
     in_threads,
@@ -53,10 +54,6 @@ SETTINGS = hypothesis.settings(
     derandomize="RDMAFORK_TEST_EXAMPLES" not in os.environ,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
-
-
-class Owner:
-    """Holds memory, as far as rdmafork knows."""
 
 
 def arena():

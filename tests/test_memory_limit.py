@@ -7,12 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import (
-    LAZY,
-    Died,
-    private_map,
-    run,
-)
+from conftest import Died, both_modes, needs_pins, private_map, run
 
 import rdmafork
 from rdmafork import _pins
@@ -26,9 +21,7 @@ HIERARCHIES = (
 )
 
 pytestmark = [
-    pytest.mark.skipif(
-        _pins.available() is not None, reason=f"pins cannot be taken: {_pins.available()}"
-    ),
+    needs_pins,
     pytest.mark.skipif(
         not rdmafork.kernel_info().copy_on_fork, reason="this kernel does not copy pinned pages"
     ),
@@ -89,6 +82,6 @@ def test_without_rdmafork_the_copies_do_not_fit(limited):
         pytest.fail("200 MiB pinned were copied within 300 MiB")
 
 
-@pytest.mark.parametrize("mode", [LAZY, "eager"])
+@both_modes
 def test_fork_fits_where_the_copies_would_not(limited, mode):
     assert run(fork_under_limit, str(limited), mode)

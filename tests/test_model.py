@@ -15,6 +15,7 @@ from conftest import (
     HUGE,
     MAP_FIXED_NOREPLACE,
     PAGE,
+    Owner,
     child,
     map_at,
     needs_lazy,
@@ -41,10 +42,6 @@ START, END = BEFORE[0], AFTER[-1] + PAGE
 def within(slot):
     """The addresses of base pages at both ends of a slot without a huge page."""
     return [slot + i * PAGE for i in (*range(4), *range(508, 512))]
-
-
-class Owner:
-    """Holds memory, as far as rdmafork knows."""
 
 
 class Driver:

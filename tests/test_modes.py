@@ -8,14 +8,16 @@ import warnings
 
 import pytest
 from conftest import (
-    LAZY,
     PAGE,
+    PLACE,
+    both_modes,
     child,
     fork_once,
     fresh,
     map_at,
     marked,
     needs_lazy,
+    pages,
     private_map,
     read,
     run,
@@ -23,27 +25,6 @@ from conftest import (
 
 import rdmafork
 from rdmafork import register, register_address, stats
-
-MODES = [LAZY, "eager"]
-both_modes = pytest.mark.parametrize("mode", MODES)
-trusted = pytest.mark.skipif(
-    not rdmafork.kernel_info().copy_on_fork_trusted,
-    reason="the kernel's copying at fork cannot be trusted: whole pages go, eagerly",
-)
-PLACE = 0x30_0000_0000  # low, where the kernel puts nothing of its own
-
-
-def pages(start, count):
-    return [start + i * PAGE for i in range(count)]
-
-
-def protections():
-    return [(r.start, r.end, r.registrations, r.protected_by) for r in rdmafork.protected_ranges()]
-
-
-class Owner:
-    pass
-
 
 # ---- modes and the environment -------------------------------------------------------------
 
@@ -155,7 +136,8 @@ def test_unprotected_registrations_warn_once():
     assert "fork_init" in str(caught[0].message)
     assert not any(r.protected for r in registrations)
     assert "not protected" in repr(registrations[0])
-    assert protections() == [
+    ranges = rdmafork.protected_ranges()
+    assert [(r.start, r.end, r.registrations, r.protected_by) for r in ranges] == [
         (address, address + PAGE, 3, None),
         (address + PAGE, address + 4 * PAGE, 2, None),
     ]

@@ -7,6 +7,7 @@ import os
 import pytest
 from conftest import (
     PAGE,
+    both_modes,
     child,
     fresh,
     huge_map,
@@ -21,7 +22,6 @@ from conftest import (
 import rdmafork
 from rdmafork import register, register_address
 
-both_modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
 pytestmark = pytest.mark.skipif(
     not rdmafork.kernel_info().copy_on_fork_trusted,
     reason="the kernel's copying at fork cannot be trusted: nothing private is kept, edges go",

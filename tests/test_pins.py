@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 from conftest import (
-    LAZY,
     PAGE,
+    both_modes,
     child,
     fork_once,
     fresh,
     libc,
     map_at,
+    needs_pins,
     private_map,
     run,
     shared_map,
@@ -31,9 +32,6 @@ import rdmafork
 from rdmafork import _pins
 from rdmafork._pins import Pins
 
-needs_pins = pytest.mark.skipif(
-    _pins.available() is not None, reason=f"pins cannot be taken: {_pins.available()}"
-)
 copies = pytest.mark.skipif(
     not rdmafork.kernel_info().copy_on_fork, reason="this kernel does not copy pinned pages"
 )
@@ -297,7 +295,7 @@ def test_a_signal_that_another_thread_takes_ends_a_transfer():
 
 
 @needs_pins
-@pytest.mark.parametrize("mode", [LAZY, "eager"])
+@both_modes
 @fresh
 def test_the_device_reaches_the_parent_after_fork(mode):
     rdmafork.fork_init(mode)

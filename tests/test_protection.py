@@ -13,8 +13,10 @@ import weakref
 import pytest
 from conftest import (
     HUGE,
-    LAZY,
     PAGE,
+    PLACE,
+    Owner,
+    both_modes,
     child,
     fork_once,
     fresh,
@@ -23,6 +25,8 @@ from conftest import (
     map_at,
     marked,
     needs_lazy,
+    needs_pins,
+    pages,
     private_map,
     read,
     run,
@@ -34,26 +38,16 @@ from conftest import (
 
 import rdmafork
 from rdmafork import register, register_address, stats
+from rdmafork._pins import Pins
 
-MODES = [LAZY, "eager"]
-both_modes = pytest.mark.parametrize("mode", MODES)
 trusted = pytest.mark.skipif(
     not rdmafork.kernel_info().copy_on_fork_trusted,
     reason="the kernel's copying at fork cannot be trusted: whole pages go, eagerly",
 )
-PLACE = 0x30_0000_0000  # low, where the kernel puts nothing of its own
-
-
-def pages(start, count):
-    return [start + i * PAGE for i in range(count)]
 
 
 def protections():
     return [(r.start, r.end, r.registrations, r.protected_by) for r in rdmafork.protected_ranges()]
-
-
-class Owner:
-    pass
 
 
 # ---- lazy: nothing before a fork ----------------------------------------------------------
@@ -704,25 +698,17 @@ def few_bytes_of_a_huge_page(mode):
 
 
 @both_modes
+@needs_pins
 def test_pinned_huge_pages_and_an_empty_pool(mode, hugepages):
     hugepages(2)
     run(pinned_huge_pages, mode)
-
-
-def pins(memory):
-    """Long-term pins on the memory, as a device's."""
-    module = pytest.importorskip("rdmafork._pins")
-    why = module.available()
-    if why:
-        pytest.skip(f"no pins here: {why}")
-    return module.Pins(memory)
 
 
 def pinned_huge_pages(mode):
     rdmafork.fork_init(mode)
     memory, address = huge_map(2)
     memory[:] = b"h" * len(memory)
-    with pins(memory):
+    with Pins(memory):
         try:
             pid = os.fork()
         except OSError as error:
@@ -790,6 +776,7 @@ def shared_huge_pages(mode):
 
 @both_modes
 @pytest.mark.parametrize("edges", ["", "whole"])
+@needs_pins
 def test_a_device_reaches_the_parent_after_forks(mode, edges, tmp_path):
     run(device, mode, str(tmp_path / "file"), env={"RDMAFORK_EDGES": edges})
 
@@ -803,7 +790,7 @@ def device(mode, path):
     data = bytes(i * 31 % 253 for i in range(end - start))
     with open(path, "wb") as file:
         file.write(data)
-    with pins(memoryview(memory)[start:end]) as device, register(memoryview(memory)[start:end]):
+    with Pins(memoryview(memory)[start:end]) as device, register(memoryview(memory)[start:end]):
         reading, writing = os.pipe()
         pids = []
         for _ in range(3):

@@ -39,7 +39,7 @@ compiler = os.environ.get("CC", "cc")
 
 # ---- what the objects are built with ----------------------------------------------------
 
-PT_DYNAMIC, GNU_STACK, GNU_RELRO = 2, 0x6474E551, 0x6474E552
+GNU_STACK, GNU_RELRO = 0x6474E551, 0x6474E552
 DT_TEXTREL, DT_FLAGS, DT_FLAGS_1 = 22, 30, 0x6FFFFFFB
 BIND_NOW, NOW, NODELETE = 8, 1, 8
 # Where an indirect jump may land: endbr64; bti c, or paciasp, which is one too.

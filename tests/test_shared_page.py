@@ -7,7 +7,7 @@ import threading
 import warnings
 
 import pytest
-from conftest import LAZY, PAGE, child, fresh, private_map, read, write
+from conftest import PAGE, both_modes, child, fresh, private_map, read, write
 
 import rdmafork
 from rdmafork import Buffer, SharedPageWarning, register, register_address
@@ -82,7 +82,7 @@ def test_nothing_is_said_where_all_is_given_back():
         registration.close()
 
 
-@pytest.mark.parametrize("mode", [LAZY, "eager"])
+@both_modes
 @pytest.mark.parametrize("where", ["main", "thread"])
 @fresh(env=WHOLE)
 def test_what_fork_itself_uses_is_named_once_a_call_site(where, mode):

@@ -9,9 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import LAZY, PAGE, SLOWNESS, environment
-
-from rdmafork._pins import Pins
+from conftest import SLOWNESS, both_modes, environment
 
 PROGRAM = Path(__file__).resolve().parents[1] / "build/ctest/debug/soak"
 
@@ -41,15 +39,7 @@ def has_done_all(did, forks):
     return True
 
 
-@pytest.fixture(scope="module")
-def pins():
-    try:
-        Pins(bytearray(PAGE)).close()
-    except OSError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.parametrize("mode", [LAZY, "eager"])
+@both_modes
 def test_traffic_forks_and_migration_lose_no_byte(pins, mode):
     status, did, said = soak("--mode", mode, "--seconds", "4", "--forks", "400")
     assert status == 0, said

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 from conftest import (
-    LAZY,
     PAGE,
+    both_modes,
     child,
     fork_once,
     fresh,
@@ -20,8 +20,6 @@ from conftest import (
 )
 
 import rdmafork
-
-both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 @both_modes

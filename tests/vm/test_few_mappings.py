@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import test_errors as errors
-from conftest import LAZY, PAGE, fork_once, fresh, private_map, smaps
+from conftest import PAGE, both_modes, fork_once, fresh, private_map, smaps
 
 import rdmafork
 
@@ -22,7 +22,6 @@ BUDGET = FEW // 2
 pytestmark = pytest.mark.skipif(
     not os.environ.get("RDMAFORK_TEST_GUEST"), reason="it is set in virtual machines only"
 )
-both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
 
 
 @pytest.fixture(autouse=True)

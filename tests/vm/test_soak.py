@@ -1,13 +1,13 @@
 """Half a minute of the soak on a device: what it does for hours in `make soak-vm`."""
 
 import pytest
-from conftest import LAZY
+from conftest import both_modes
 from test_soak import has_done_all, soak
 
 import rdmafork
 
 
-@pytest.mark.parametrize("mode", [LAZY, "eager"])
+@both_modes
 def test_traffic_forks_and_migration_lose_no_byte(device, huge_pages, mode):
     arguments = ["--device", device, "--mode", mode, "--huge", "1"]
     status, did, said = soak(*arguments, "--seconds", "10", "--forks", "150")

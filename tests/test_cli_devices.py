@@ -1,4 +1,4 @@
-"""rdmafork devices, on made-up trees of /sys; see tests/test_devices.py for what they are."""
+"""rdmafork devices, on made-up trees of /sys; see tests/sysfs.py for what they are."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import environment
-from test_devices import ROCE, as_nobody, forbid, port, tmp_path, tree, vendors
+from sysfs import ROCE, a_tree, an_open_tmp_path, as_nobody, forbid, port, vendors
 
 from rdmafork import devices
 from rdmafork.cli import main

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import environment, fork_once, libc, needs_pins, private_map, shared_map
-from test_devices import as_nobody, forbid, port, tmp_path, tree, vendors
+from sysfs import a_tree, an_open_tmp_path, as_nobody, forbid, port, vendors
 from test_pins import forbid_io_uring
 
 import rdmafork

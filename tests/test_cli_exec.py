@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import environment
-from test_devices import as_nobody, tmp_path
+from sysfs import an_open_tmp_path, as_nobody
 
 import rdmafork
 from rdmafork.cli import exec as command

@@ -5,8 +5,7 @@ import os
 import subprocess
 import sys
 
-import pytest
-from conftest import LAZY, PAGE, both_modes, environment
+from conftest import PAGE, both_modes, environment
 from test_cli_report import line
 
 from rdmafork.cli import launchers, main

@@ -14,7 +14,7 @@ import struct
 import sys
 
 import pytest
-from test_devices import Tree, port
+from sysfs import Tree, port
 
 from rdmafork import _netlink, _problems, _sysfs, get_device_list
 from rdmafork.cli import report

@@ -17,7 +17,6 @@
 size_t check_page = 4096;
 static uint64_t seed, state;
 static const char *running = "";
-static int seed_printed;
 static const unsigned char *input, *input_end;
 
 /* One write(), so that what several processes say stays apart. */
@@ -88,6 +87,16 @@ unsigned long check_scale(unsigned long amount)
 		amount *= strtoul(scale, NULL, 0);
 	amount /= check_slowness();
 	return amount ? amount : 1;
+}
+
+void check_seed(void)
+{
+	const char *text = getenv("SEED");
+
+	seed = text ? strtoull(text, NULL, 0) : (uint64_t)time(NULL) * 1000003 + (uint64_t)getpid();
+	seed |= !seed;
+	state = seed;
+	printf("SEED=%llu\n", (unsigned long long)seed);
 }
 
 uint64_t check_random(void)
@@ -233,15 +242,11 @@ static int run_one(const struct check_scenario *scenario)
 int check_run(const struct check_scenario *scenarios, size_t count, int argc, char **argv)
 {
 	const struct rlimit no_core = { 0, 0 };
-	const char *text = getenv("SEED");
 	unsigned int failed = 0, ran = 0;
 	size_t i;
 
 	check_page = (size_t)sysconf(_SC_PAGESIZE);
-	seed = text ? strtoull(text, NULL, 0) : (uint64_t)time(NULL) * 1000003 + (uint64_t)getpid();
-	seed |= !seed;
-	if (!seed_printed++)
-		printf("SEED=%llu\n", (unsigned long long)seed);
+	check_seed();
 	setrlimit(RLIMIT_CORE, &no_core);
 	unsetenv("RDMAFORK_MODE");
 	unsetenv("RDMAFORK_EDGES");

@@ -70,7 +70,8 @@ unsigned long check_scale(unsigned long amount);
 /* Ends this process where it hangs. */
 void check_alarm(unsigned int seconds);
 
-/* Random numbers; the seed is printed when a scenario fails. */
+/* Random numbers, from $SEED or one of their own, which is printed. */
+void check_seed(void);
 uint64_t check_random(void);
 /* A choice, from 0 to @limit - 1: at random, or what comes next in an input. */
 size_t check_below(size_t limit);

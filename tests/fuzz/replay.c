@@ -1,40 +1,58 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* The inputs of tests/fuzz/corpus/NAME, or those that are named, to the fuzzer NAME. */
+/*
+ * The inputs of tests/fuzz/corpus/NAME, and random ones, to the fuzzer NAME; or those that
+ * are named.
+ */
 #define _GNU_SOURCE /* program_invocation_short_name */
 #include "check.h"
 #include "fuzz.h"
 
 #include <dirent.h>
 
-static void play(const char *path)
-{
-	static uint8_t bytes[1 << 20];
-	FILE *file = fopen(path, "rb");
-	uint8_t *input;
-	size_t nbytes;
+static uint8_t bytes[1 << 20];
 
-	CHECK(file, "%s: %s", path, strerror(errno));
-	nbytes = fread(bytes, 1, sizeof(bytes), file);
-	fclose(file);
+static void play(size_t nbytes)
+{
 	/* Of its own size, so that a read too far is noticed. */
-	input = malloc(nbytes ? nbytes : 1);
+	uint8_t *input = malloc(nbytes ? nbytes : 1);
+
 	memcpy(input, bytes, nbytes);
-	printf("%s\n", path);
 	fflush(stdout);
 	LLVMFuzzerTestOneInput(input, nbytes);
 	free(input);
 }
 
+static void play_file(const char *path)
+{
+	FILE *file = fopen(path, "rb");
+	size_t nbytes;
+
+	CHECK(file, "%s: %s", path, strerror(errno));
+	nbytes = fread(bytes, 1, sizeof(bytes), file);
+	fclose(file);
+	printf("%s\n", path);
+	play(nbytes);
+}
+
+static void play_random(void)
+{
+	size_t nbytes = 1 + check_random() % 4096, i;
+
+	for (i = 0; i < nbytes; i++)
+		bytes[i] = (uint8_t)(check_random() >> 56);
+	play(nbytes);
+}
+
 int main(int argc, char **argv)
 {
 	char folder[256], path[1024];
+	unsigned long played = 0, inputs = check_scale(60);
 	struct dirent *entry;
-	unsigned int played = 0;
 	DIR *entries;
 	int i;
 
 	for (i = 1; i < argc; i++)
-		play(argv[i]);
+		play_file(argv[i]);
 	if (argc > 1)
 		return 0;
 	snprintf(folder, sizeof(folder), "tests/fuzz/corpus/%s", program_invocation_short_name);
@@ -44,10 +62,13 @@ int main(int argc, char **argv)
 		if (entry->d_name[0] == '.')
 			continue;
 		snprintf(path, sizeof(path), "%s/%s", folder, entry->d_name);
-		play(path);
+		play_file(path);
 		played++;
 	}
 	closedir(entries);
 	CHECK(played, "%s is empty", folder);
+	check_seed();
+	while (inputs--)
+		play_random();
 	return 0;
 }

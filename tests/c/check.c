@@ -471,7 +471,15 @@ void check_needs_lazy(void)
 
 	rf_kernel_info(&kernel);
 	if (!kernel.copy_trusted)
-		check_skip("copying at fork is not trusted");
+		check_skip("copying at fork is not trusted on %s", kernel.release);
+}
+
+enum rf_mode check_best_mode(void)
+{
+	struct rf_kernel kernel;
+
+	rf_kernel_info(&kernel);
+	return kernel.copy_trusted ? RF_MODE_LAZY : RF_MODE_EAGER;
 }
 
 struct rf_handle check_register(const void *start, size_t nbytes, unsigned int flags)
@@ -555,4 +563,30 @@ bool check_child_reads(const void *address)
 	status = check_wait(child);
 	CHECK(status == 0 || status == -SIGSEGV, "%d", status);
 	return status == 0;
+}
+
+void check_works(void)
+{
+	struct rf_handle held, unheld;
+	char *memory = check_map(4);
+
+	/* A fork while rf_leave() unlocked leaves the clearing to whoever enters next. */
+	CHECK(rf_handle_state((struct rf_handle){ 0 }) == -ESTALE);
+	CHECK(!rf_engine.window && !rf_engine.lock.word && !rf_engine.clear_when_left);
+	held = check_register(memory, check_page, RF_HELD);
+	unheld = check_register(memory + 2 * check_page, check_page, 0);
+	CHECK(!check_child_reads(memory));
+	CHECK(check_marked(memory, 4) == 2);
+	check_release(held);
+	check_release(unheld);
+	CHECK(check_marked(memory, 4) == 0);
+	check_empty();
+	check_unmap(memory, 4);
+}
+
+void check_inherited(struct rf_handle handle)
+{
+	CHECK(rf_handle_state(handle) == -ECHILD, "%d", rf_handle_state(handle));
+	CHECK(rf_release(handle, 0) == -ECHILD);
+	CHECK(rf_release(handle, RF_NOWAIT) == -ECHILD);
 }

@@ -123,6 +123,8 @@ void check_give_back_vmas(void);
 void check_start(enum rf_mode mode);
 /* Skips the scenario where the kernel's copying is not trusted: lazy is refused there. */
 void check_needs_lazy(void);
+/* Lazy where it may be, else eager. */
+enum rf_mode check_best_mode(void);
 struct rf_handle check_register(const void *start, size_t nbytes, unsigned int flags);
 void check_release(struct rf_handle handle);
 
@@ -137,5 +139,9 @@ void check_fork(void);
 int check_wait(pid_t child);
 /* Does a child made by fork() find @address? */
 bool check_child_reads(const void *address);
+/* A process just made: it starts from nothing and is protected against its own children. */
+void check_works(void);
+/* And nothing can be done with what it has from its parent. */
+void check_inherited(struct rf_handle handle);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* The public API's promises: modes, handles, laziness, the list, and random lives. */
+/* The public API's promises: modes, handles, laziness, the list. */
 #define _GNU_SOURCE
 #include "check.h"
 #include "engine.h"
@@ -10,15 +10,6 @@ int ibv_dontfork_range(void *base, size_t size);
 int ibv_dofork_range(void *base, size_t size);
 
 static struct rf_error error;
-
-static void need_trust(void)
-{
-	struct rf_kernel kernel;
-
-	rf_kernel_info(&kernel);
-	if (!kernel.copy_trusted)
-		check_skip("copying at fork is not trusted on %s", kernel.release);
-}
 
 static int init(enum rf_mode mode)
 {
@@ -53,12 +44,6 @@ static void auto_asks_kernel_and_environment(void)
 	setenv("RDMAFORK_EDGES", "", 1);
 	CHECK(init(RF_MODE_AUTO) == 0);
 	CHECK(rf_mode() == (kernel.copy_trusted ? RF_MODE_LAZY : RF_MODE_EAGER));
-}
-
-static void the_environment_chooses_for_auto_alone(void)
-{
-	setenv("RDMAFORK_MODE", "eager", 1);
-	CHECK(init(RF_MODE_AUTO) == 0 && rf_mode() == RF_MODE_EAGER);
 }
 
 static void a_late_start_is_refused(void)
@@ -132,7 +117,7 @@ static void a_child_chooses_its_own_mode(void)
 	char *memory = check_map(1);
 	pid_t child;
 
-	need_trust();
+	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
 	check_register(memory, check_page, RF_HELD);
 	child = fork();
@@ -195,7 +180,7 @@ static void nowait_never_enters_the_kernel(void)
 	struct rf_handle handle, marked;
 	unsigned long calls;
 
-	need_trust();
+	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
 	calls = rf_sys_calls();
 	CHECK(rf_register(memory, check_page, RF_NOWAIT, RF_OMIT, &handle, &error) == -EAGAIN);
@@ -221,7 +206,7 @@ static void lazy_costs_no_system_call(void)
 	unsigned long calls;
 	size_t i, round;
 
-	need_trust();
+	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
 	calls = rf_sys_calls();
 	for (round = 0; round < 100; round++) {
@@ -241,7 +226,7 @@ static void a_fork_marks_and_a_release_unmarks(void)
 	struct rf_handle first, second;
 	struct rf_stats stats;
 
-	need_trust();
+	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
 	first = check_register(memory + 2 * check_page - 8, 4 * check_page, RF_HELD);
 	second = check_register(memory + 4 * check_page, 6 * check_page, RF_HELD);
@@ -264,7 +249,7 @@ static void unheld_memory_is_marked_at_once_in_lazy_mode(void)
 	char *memory = check_map(4);
 	struct rf_handle handle, held;
 
-	need_trust();
+	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
 	handle = check_register(memory, 2 * check_page, 0);
 	CHECK(check_marked(memory, 4) == 2);
@@ -282,7 +267,7 @@ static void a_fork_with_nothing_new_is_free(void)
 	char *memory = check_map(16), *shared = check_map_shared(2);
 	unsigned long calls;
 
-	need_trust();
+	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
 	check_register(memory + 5, 3 * check_page, RF_HELD);
 	check_register(memory + 8 * check_page, 3 * check_page, 0);
@@ -302,7 +287,7 @@ static void untouched_areas_merge_again(void)
 	struct rf_handle handles[64];
 	size_t before, i;
 
-	need_trust();
+	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
 	before = check_vmas();
 	for (i = 0; i < 64; i++)
@@ -325,7 +310,7 @@ static void untouched_areas_merge_again_the_second_time(void)
 	size_t round, before, i;
 	struct rf_handle handle;
 
-	need_trust();
+	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
 	for (round = 0; round < 3; round++) {
 		before = check_vmas();
@@ -351,7 +336,7 @@ static void the_list_says_what_smaps_says(void)
 	struct rf_handle handles[4];
 	ssize_t count, i;
 
-	need_trust();
+	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
 	handles[0] = check_register(memory, 4 * check_page, RF_HELD);
 	handles[1] = check_register(memory + 2 * check_page, 4 * check_page, 0);
@@ -405,181 +390,7 @@ static void before_the_start_nothing_is_claimed(void)
 	check_empty();
 }
 
-/* ---- Random lives ---- */
-
-#define AREA 48
-#define LIVE 24
-
-struct life {
-	struct rf_handle handle;
-	size_t start, end;
-	bool held, doubtful;
-};
-
-static char *area;
-static struct life lives[LIVE];
-static size_t life_count;
-/* Page by page: what is mapped, and whether registered since it was. */
-static bool mapped[AREA], shared_page[AREA];
-
-static bool is_held(size_t start, size_t end)
-{
-	size_t i;
-
-	for (i = 0; i < life_count; i++)
-		if (lives[i].held && lives[i].start < end && start < lives[i].end)
-			return true;
-	return false;
-}
-
-/* Somebody registered it who has seen what is mapped there now. */
-static bool is_wanted(size_t page)
-{
-	size_t i;
-
-	for (i = 0; i < life_count; i++)
-		if (lives[i].start <= page && page < lives[i].end && !lives[i].doubtful)
-			return !shared_page[page];
-	return false;
-}
-
-static bool is_touched(size_t page)
-{
-	size_t i;
-
-	for (i = 0; i < life_count; i++)
-		if (lives[i].start <= page && page < lives[i].end)
-			return true;
-	return false;
-}
-
-static size_t end_after(size_t start, size_t most)
-{
-	return start + 1 + check_below(AREA - start > most ? most : AREA - start);
-}
-
-static void change_mapping(void)
-{
-	size_t start = check_below(AREA), end = end_after(start, 8);
-	char *at = area + start * check_page;
-	size_t nbytes = (end - start) * check_page, i;
-	size_t how = check_below(3);
-
-	if (is_held(start, end))
-		return;
-	if (how == 0) {
-		CHECK(!munmap(at, nbytes));
-	} else {
-		CHECK(mmap(at, nbytes, PROT_READ | PROT_WRITE,
-			   (how == 1 ? MAP_PRIVATE : MAP_SHARED) | MAP_ANONYMOUS | MAP_FIXED, -1,
-			   0) == at);
-	}
-	for (i = start; i < end; i++) {
-		mapped[i] = how != 0;
-		shared_page[i] = how == 2;
-	}
-	for (i = 0; i < life_count; i++)
-		if (lives[i].start < end && start < lives[i].end)
-			lives[i].doubtful = true;
-}
-
-static void begin_life(void)
-{
-	struct life *life = &lives[life_count];
-	size_t i;
-	int rc;
-
-	life->start = check_below(AREA);
-	life->end = end_after(life->start, 12);
-	life->held = check_below(2);
-	life->doubtful = false;
-	for (i = life->start; i < life->end && mapped[i]; i++)
-		;
-	if (i < life->end)
-		life->held = false;
-	rc = rf_register(area + life->start * check_page, (life->end - life->start) * check_page,
-			 life->held ? RF_HELD : 0, RF_OMIT, &life->handle, &error);
-	if (i < life->end) {
-		CHECK(rc == -ENOMEM && error.cause == RF_CAUSE_HOLE, "a hole: %d", rc);
-		CHECK(error.start == (uintptr_t)area + i * check_page);
-		return;
-	}
-	CHECK(rc == 1, "%d, cause %d", rc, error.cause);
-	life_count++;
-}
-
-static void end_life(void)
-{
-	size_t which = check_below(life_count);
-
-	check_release(lives[which].handle);
-	lives[which] = lives[--life_count];
-}
-
-static void compare(bool after_fork)
-{
-	size_t page;
-
-	check_sound();
-	check_read_smaps();
-	for (page = 0; page < AREA; page++) {
-		unsigned int flags = check_flags_read(area + page * check_page);
-		bool marked = flags & CHECK_DC;
-
-		CHECK(!!(flags & CHECK_MAPPED) == mapped[page]);
-		if (!mapped[page])
-			continue;
-		if (!is_touched(page))
-			CHECK(!marked, "page %zu is marked, and nobody's", page);
-		if (is_wanted(page) && (after_fork || rf_mode() == RF_MODE_EAGER))
-			CHECK(marked, "page %zu is registered, and not marked", page);
-		if (after_fork && shared_page[page])
-			CHECK(!marked, "page %zu is shared, and marked", page);
-	}
-}
-
-static void random_lives(enum rf_mode mode)
-{
-	unsigned long op, ops = check_scale(6000);
-
-	area = check_map(AREA);
-	memset(mapped, 1, sizeof(mapped));
-	check_start(mode);
-	for (op = 0; op < ops; op++) {
-		size_t choice = check_below(10);
-		bool forked = false;
-
-		if (life_count == LIVE || (choice < 3 && life_count)) {
-			end_life();
-		} else if (choice < 6) {
-			begin_life();
-		} else if (choice < 8) {
-			change_mapping();
-		} else if (choice == 8) {
-			check_fork();
-			forked = true;
-		} else {
-			CHECK(rf_list(NULL, 0) >= 0);
-		}
-		compare(forked);
-	}
-	while (life_count)
-		end_life();
-	check_fork();
-	compare(true);
-	check_empty();
-}
-
-static void random_lives_are_protected_eagerly(void)
-{
-	random_lives(RF_MODE_EAGER);
-}
-
-static void random_lives_are_protected_lazily(void)
-{
-	need_trust();
-	random_lives(RF_MODE_LAZY);
-}
+/* ---- Whose memory it is by now ---- */
 
 static void memory_moved_away_is_left_alone(void)
 {
@@ -605,7 +416,7 @@ static void the_parents_memory_is_the_childs_to_register(void)
 	struct rf_handle handle;
 	pid_t child;
 
-	need_trust();
+	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
 	handle = check_register(memory + 10, 4 * check_page, RF_HELD);
 	child = fork();
@@ -680,7 +491,6 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(a_second_start_with_the_same_wishes_does_nothing),
 		SCENARIO(auto_asks_kernel_and_environment),
-		SCENARIO(the_environment_chooses_for_auto_alone),
 		SCENARIO(a_late_start_is_refused),
 		SCENARIO(a_failed_registration_is_none),
 		SCENARIO(variables_of_libibverbs_start_it),
@@ -696,8 +506,6 @@ int main(int argc, char **argv)
 		SCENARIO(untouched_areas_merge_again_the_second_time),
 		SCENARIO(the_list_says_what_smaps_says),
 		SCENARIO(before_the_start_nothing_is_claimed),
-		SCENARIO(random_lives_are_protected_eagerly),
-		SCENARIO(random_lives_are_protected_lazily),
 		SCENARIO(memory_moved_away_is_left_alone),
 		SCENARIO(the_parents_memory_is_the_childs_to_register),
 		SCENARIO(what_interrupts_the_engine_is_refused),

@@ -9,14 +9,6 @@
 #include <signal.h>
 #include <sys/syscall.h>
 
-static enum rf_mode best_mode(void)
-{
-	struct rf_kernel kernel;
-
-	rf_kernel_info(&kernel);
-	return kernel.copy_trusted ? RF_MODE_LAZY : RF_MODE_EAGER;
-}
-
 /* True where a page is mapped that can be neither read nor written. */
 static bool is_guarded(const char *address)
 {
@@ -53,7 +45,7 @@ static void a_hole_is_a_guard(void)
 	struct rf_handle handle;
 	pid_t pid;
 
-	check_start(best_mode());
+	check_start(check_best_mode());
 	handle = check_register(memory + 8 * check_page, 16 * check_page, RF_HELD);
 	pid = fork();
 	if (!pid) {
@@ -83,7 +75,7 @@ static void what_is_mapped_there_stays(void)
 	pid_t pid;
 
 	memory = check_map(8);
-	check_start(best_mode());
+	check_start(check_best_mode());
 	handle = check_register(memory, 8 * check_page, 0);
 	check_fork();
 	/* Unheld, and another's by now: its mark went with it, and the plan is old news. */
@@ -165,7 +157,7 @@ static void the_longest_come_first(void)
 	size_t i, guarded = 0;
 	pid_t pid;
 
-	check_start(best_mode());
+	check_start(check_best_mode());
 	for (i = 0; i < small; i++)
 		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
 	for (i = 0; i < large; i++)
@@ -192,7 +184,7 @@ static void a_child_plans_for_its_own(void)
 	char *memory = check_map(8);
 	pid_t pid, inner;
 
-	check_start(best_mode());
+	check_start(check_best_mode());
 	(void)check_register(memory, check_page, RF_HELD);
 	pid = fork();
 	if (!pid) {
@@ -220,7 +212,7 @@ static void a_guard_that_cannot_be_had_is_no_failure(void)
 	char *memory = check_map(8);
 	struct rf_handle handle;
 
-	check_start(best_mode());
+	check_start(check_best_mode());
 	handle = check_register(memory, 8 * check_page, RF_HELD);
 	check_fork();
 	rf_sys_fail(1, ENOMEM);
@@ -288,7 +280,7 @@ static void plans_change_while_others_fork(void)
 
 	area = check_map(64);
 	memset(area, 1, 64 * check_page);
-	check_start(best_mode());
+	check_start(check_best_mode());
 	handle = check_register(area + 32 * check_page, 2 * check_page, RF_HELD);
 	check_fork();
 	for (i = 0; i < COUNT_OF(threads); i++)

@@ -27,11 +27,7 @@ static struct rf_handle take(const void *start, size_t nbytes, enum rf_policy po
 
 static void start(enum rf_mode mode)
 {
-	struct rf_kernel kernel;
-
-	rf_kernel_info(&kernel);
-	if (!kernel.copy_trusted)
-		check_skip("copying at fork is not trusted on %s", kernel.release);
+	check_needs_lazy();
 	check_start(mode);
 }
 
@@ -233,77 +229,6 @@ static void omit_comes_before_wipe_before_keep(void)
 	check_empty();
 }
 
-#define PAGES 24
-#define LIVE 20
-
-static struct {
-	size_t start, end;	/* bytes */
-	enum rf_policy policy;
-	struct rf_handle handle;
-} live[LIVE];
-
-static bool fills(size_t which, size_t page, enum rf_policy policy)
-{
-	return live[which].policy == policy && live[which].start <= page * check_page &&
-	       live[which].end >= (page + 1) * check_page;
-}
-
-/* After a fork every page is as the registrations there say, by the truth of smaps. */
-static void compare(const char *memory, size_t count)
-{
-	size_t page, i;
-
-	check_read_smaps();
-	for (page = 0; page < PAGES; page++) {
-		unsigned int flags = check_flags_read(memory + page * check_page), wanted = 0;
-
-		for (i = 0; i < count; i++) {
-			wanted |= fills(i, page, RF_OMIT) ? CHECK_DC : 0;
-			wanted |= fills(i, page, RF_WIPE) ? CHECK_WF : 0;
-		}
-		CHECK((flags & (CHECK_DC | CHECK_WF)) == wanted, "page %zu: %x, not %x", page,
-		      flags, wanted);
-	}
-}
-
-static void any_wishes_in_any_order(void)
-{
-	unsigned long op, ops = check_scale(3000);
-	char *memory = check_map(PAGES);
-	size_t count = 0, i;
-
-	start(check_random() & 1 ? RF_MODE_LAZY : RF_MODE_EAGER);
-	memset(memory, 7, PAGES * check_page);
-	for (op = 0; op < ops; op++) {
-		size_t choice = check_below(10);
-
-		if (choice < 5 && count < LIVE) {
-			live[count].start = check_below(PAGES * 2) * check_page / 2;
-			live[count].end = live[count].start + check_below(6 * check_page) + 1;
-			if (live[count].end > PAGES * check_page)
-				live[count].end = PAGES * check_page;
-			live[count].policy = (enum rf_policy)check_below(RF_POLICIES);
-			live[count].handle = take(memory + live[count].start,
-						  live[count].end - live[count].start,
-						  live[count].policy);
-			count++;
-		} else if (choice < 9 && count) {
-			i = check_below(count);
-			check_release(live[i].handle);
-			live[i] = live[--count];
-		} else {
-			check_fork();
-			compare(memory, count);
-			check_sound();
-		}
-	}
-	while (count)
-		check_release(live[--count].handle);
-	check_fork();
-	compare(memory, 0);
-	check_empty();
-}
-
 /* A child could not make ordinary what no note says. */
 static void without_a_note_nothing_is_wiped(void)
 {
@@ -465,7 +390,6 @@ int main(int argc, char **argv)
 		SCENARIO(a_child_reads_what_is_kept),
 		SCENARIO(nothing_private_is_kept_where_copying_is_not_trusted),
 		SCENARIO(omit_comes_before_wipe_before_keep),
-		SCENARIO_SLOW(any_wishes_in_any_order),
 		SCENARIO(without_a_note_nothing_is_wiped),
 		SCENARIO(a_failure_changes_nothing),
 		SCENARIO(wiping_keeps_to_the_budget),

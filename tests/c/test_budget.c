@@ -1,0 +1,294 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Mappings are short: the budget of the engine's own, and the kernel's limit. */
+#include "check.h"
+#include "engine.h"
+
+static struct rf_error error;
+
+/* As where copying at fork is not to be trusted: whole pages, and refusals. */
+static void distrust_the_kernel(void)
+{
+	static struct rf_kernel kernel;
+
+	kernel = *rf_engine.advisor.kernel;
+	kernel.copy_trusted = 0;
+	rf_engine.advisor.kernel = &kernel;
+	rf_engine.advisor.whole = true;
+	rf_engine.advisor.contested = true;
+	rf_engine.advisor.required = true;
+}
+
+#define PIECES 40
+
+static void the_budget_is_kept_and_what_is_left_is_counted(void)
+{
+	char *memory = check_map(2 * PIECES);
+	struct rf_handle handles[PIECES];
+	struct rf_stats stats;
+	size_t i;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	rf_engine.advisor.vma_budget = 32;
+	for (i = 0; i < PIECES; i++) {
+		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
+		CHECK(rf_stats(&stats) == 0 && stats.vmas <= 32);
+		CHECK(stats.left_ranges == (i < 16 ? 0 : i - 15));
+		CHECK(stats.left_bytes == stats.left_ranges * check_page);
+	}
+	CHECK(check_marked(memory, 2 * PIECES) == 16);
+	check_fork();
+	CHECK(check_marked(memory, 2 * PIECES) == 16);
+	for (i = 0; i < 10; i++)
+		check_release(handles[i]);
+	check_sound();
+	check_fork();
+	CHECK(rf_stats(&stats) == 0 && stats.vmas <= 32 && stats.left_ranges == PIECES - 26);
+	CHECK(check_marked(memory, 2 * PIECES) == 16);
+	for (; i < PIECES; i++)
+		check_release(handles[i]);
+	CHECK(check_marked(memory, 2 * PIECES) == 0);
+	check_empty();
+}
+
+static void the_fold_gives_vmas_to_the_longest(void)
+{
+	char *memory = check_map(2 * PIECES + 64);
+	struct rf_handle handles[PIECES + 1];
+	struct rf_stats stats;
+	size_t i;
+
+	check_needs_lazy();
+	check_start(RF_MODE_LAZY);
+	rf_engine.advisor.vma_budget = 32;
+	for (i = 0; i < PIECES; i++)
+		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
+	handles[i] = check_register(memory + 2 * PIECES * check_page, 64 * check_page, RF_HELD);
+	check_fork();
+	CHECK(rf_stats(&stats) == 0 && stats.vmas == 32);
+	CHECK(stats.left_ranges == PIECES + 1 - 16);
+	CHECK(check_marked(memory + 2 * PIECES * check_page, 64) == 64);
+	for (i = 0; i <= PIECES; i++)
+		check_release(handles[i]);
+	CHECK(check_marked(memory, 2 * PIECES + 64) == 0);
+	check_empty();
+}
+
+static void past_the_budget_nothing_is_claimed_where_copying_is_not_trusted(void)
+{
+	char *memory = check_map(2 * PIECES);
+	struct rf_handle handles[PIECES], handle;
+	size_t i;
+
+	check_start(RF_MODE_EAGER);
+	distrust_the_kernel();
+	rf_engine.advisor.vma_budget = 2 * PIECES - 2;
+	for (i = 0; i < PIECES - 1; i++)
+		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
+	CHECK(rf_register(memory + 2 * i * check_page, check_page, RF_HELD, RF_OMIT, &handle,
+			  &error) == -ENOMEM);
+	CHECK(error.cause == RF_CAUSE_VMA_LIMIT);
+	CHECK(check_marked(memory, 2 * PIECES) == PIECES - 1);
+	check_release(handles[0]);
+	handles[0] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
+	CHECK(check_marked(memory, 2 * PIECES) == PIECES - 1);
+	for (i = 0; i < PIECES - 1; i++)
+		check_release(handles[i]);
+	check_empty();
+}
+
+/*
+ * At the budget, where nothing more may be marked, memory mapped anew is: its mark, which
+ * is gone, is counted already, and what touches it takes no VMA more.
+ */
+static void at_the_budget_too_memory_mapped_anew_is_protected(void)
+{
+	char *memory = check_map(2 * PIECES), *at = memory + 4 * check_page;
+	struct rf_handle first, wider, other, pieces[PIECES];
+	struct rf_range_info info[PIECES];
+	ssize_t count;
+	size_t i, used = 0;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	rf_engine.advisor.vma_budget = 8;
+	first = check_register(at, 2 * check_page, 0);
+	for (i = 5; i < 12; i++)
+		pieces[used++] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
+	CHECK(rf_engine.advisor.ranges.mark_edges == 8);
+	CHECK(mmap(at, 2 * check_page, PROT_READ | PROT_WRITE,
+		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at);
+	CHECK(check_marked(at, 2) == 0);
+	wider = check_register(at, 4 * check_page, 0);
+	CHECK(check_marked(at, 4) == 4);
+	CHECK(rf_engine.advisor.ranges.mark_edges == 8);
+	/* What has no mark at all waits, and is not said to have one. */
+	other = check_register(memory, check_page, 0);
+	CHECK(check_marked(memory, 1) == 0);
+	count = rf_list(info, PIECES);
+	CHECK(count >= 2 && info[0].start == (uintptr_t)memory);
+	CHECK(info[0].protection == RF_BY_KERNEL && info[1].protection == RF_BY_ADVICE);
+	check_release(first);
+	check_release(wider);
+	check_release(other);
+	while (used)
+		check_release(pieces[--used]);
+	CHECK(check_marked(memory, 2 * PIECES) == 0);
+	check_empty();
+}
+
+/* Neighbours merged in one VMA, then every second one is given back. */
+static void releases_keep_to_the_budget_too(void)
+{
+	char *memory = check_map(2 * PIECES);
+	struct rf_handle handles[2 * PIECES];
+	struct rf_stats stats;
+	size_t i, vmas;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	rf_engine.advisor.vma_budget = 32;
+	for (i = 0; i < 2 * PIECES; i++)
+		handles[i] = check_register(memory + i * check_page, check_page, RF_HELD);
+	CHECK(check_marked(memory, 2 * PIECES) == 2 * PIECES);
+	vmas = check_vmas();
+	for (i = 0; i < 2 * PIECES; i += 2)
+		check_release(handles[i]);
+	check_sound();
+	CHECK(rf_stats(&stats) == 0);
+	CHECK(stats.vmas <= stats.vma_budget, "%lu of %lu VMAs", (unsigned long)stats.vmas,
+	      (unsigned long)stats.vma_budget);
+	CHECK(check_vmas() <= vmas + 32);
+	for (i = 1; i < 2 * PIECES; i += 2)
+		check_release(handles[i]);
+	CHECK(check_marked(memory, 2 * PIECES) == 0);
+	check_empty();
+}
+
+static void a_release_at_the_kernels_limit_is_made_up_for(void)
+{
+	char *memory = check_map(64);
+	struct rf_handle handles[8];
+	struct rf_stats stats;
+	size_t i;
+
+	check_start(RF_MODE_EAGER);
+	for (i = 0; i < 8; i++)
+		handles[i] = check_register(memory + i * 8 * check_page, 8 * check_page, RF_HELD);
+	check_use_up_vmas(0);
+	/* The middle ones need a split each, which the kernel refuses. */
+	for (i = 1; i < 7; i += 2) {
+		check_release(handles[i]);
+		CHECK(rf_stats(&stats) == 0);
+		CHECK(stats.unreleased_bytes == (i + 1) / 2 * 8 * check_page, "%lu",
+		      (unsigned long)stats.unreleased_bytes);
+		check_sound();
+	}
+	/* Registered again meanwhile, and released again. */
+	handles[3] = check_register(memory + 3 * 8 * check_page, 8 * check_page, 0);
+	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 2 * 8 * check_page);
+	check_release(handles[3]);
+	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 3 * 8 * check_page);
+	check_give_back_vmas();
+	check_fork();
+	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 0);
+	CHECK(check_marked(memory, 64) == 5 * 8);
+	for (i = 0; i < 8; i++)
+		if (i % 2 == 0 || i == 7)
+			check_release(handles[i]);
+	CHECK(check_marked(memory, 64) == 0);
+	check_empty();
+}
+
+/* A registration that fails over what waits to be unmarked must not make it wait for ever. */
+static void a_failure_does_not_forget_what_waits(void)
+{
+	char *memory = check_map(24);
+	struct rf_handle handles[3], none;
+	struct rf_stats stats;
+	size_t i;
+	int rc;
+
+	check_start(RF_MODE_EAGER);
+	check_unmap(memory + 23 * check_page, 1);
+	for (i = 0; i < 3; i++)
+		handles[i] = check_register(memory + i * 7 * check_page, 7 * check_page, RF_HELD);
+	check_use_up_vmas(0);
+	check_release(handles[1]);
+	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 7 * check_page, "%lu",
+	      (unsigned long)stats.unreleased_bytes);
+	rc = rf_register(memory + 7 * check_page, 17 * check_page, 0, RF_OMIT, &none, &error);
+	CHECK(rc == -ENOMEM, "%d", rc);
+	/* Where maps must be read as text there is no memory for it now: the undoing waits, too. */
+	CHECK(rf_stats(&stats) == 0);
+	CHECK(stats.unreleased_bytes == 7 * check_page ||
+		      (!rf_engine.advisor.kernel->procmap_query &&
+		       stats.unreleased_bytes == 10 * check_page),
+	      "%lu", (unsigned long)stats.unreleased_bytes);
+	check_give_back_vmas();
+	check_fork();
+	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 0, "%lu bytes stay marked",
+	      (unsigned long)stats.unreleased_bytes);
+	CHECK(check_marked(memory, 23) == 14);
+	check_release(handles[0]);
+	check_release(handles[2]);
+	check_empty();
+}
+
+static void a_registration_at_the_kernels_limit(void)
+{
+	char *memory = check_map(8);
+	struct rf_handle handle = { 0 };
+	int rc;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	check_use_up_vmas(0);
+	rc = rf_register(memory + 2 * check_page, 2 * check_page, RF_HELD, RF_OMIT, &handle,
+			 &error);
+	CHECK(rc == -ENOMEM && error.cause == RF_CAUSE_VMA_LIMIT, "%d, cause %d", rc, error.cause);
+	CHECK(check_marked(memory, 8) == 0);
+	check_give_back_vmas();
+	check_empty();
+	handle = check_register(memory + 2 * check_page, 2 * check_page, RF_HELD);
+	CHECK(check_marked(memory, 8) == 2);
+	check_release(handle);
+	check_empty();
+}
+
+/* As many isolated pages as the kernel's limit would not bear. */
+static void isolated_pages_without_end(void)
+{
+	size_t many = 40000 / check_slowness(), i;
+	char *memory = check_map(2 * many);
+	struct rf_handle *handles = calloc(many, sizeof(*handles));
+	struct rf_stats stats;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	for (i = 0; i < many; i++)
+		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
+	CHECK(rf_stats(&stats) == 0 && stats.vmas <= stats.vma_budget);
+	CHECK(check_vmas() < stats.vma_budget + 1000);
+	for (i = 0; i < many; i++)
+		check_release(handles[i * 7919 % many]);
+	CHECK(check_marked(memory, 2 * many) == 0);
+	check_empty();
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+		SCENARIO(the_budget_is_kept_and_what_is_left_is_counted),
+		SCENARIO(the_fold_gives_vmas_to_the_longest),
+		SCENARIO(past_the_budget_nothing_is_claimed_where_copying_is_not_trusted),
+		SCENARIO(at_the_budget_too_memory_mapped_anew_is_protected),
+		SCENARIO(releases_keep_to_the_budget_too),
+		SCENARIO(a_release_at_the_kernels_limit_is_made_up_for),
+		SCENARIO(a_failure_does_not_forget_what_waits),
+		SCENARIO(a_registration_at_the_kernels_limit),
+		SCENARIO(isolated_pages_without_end),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

@@ -1,0 +1,236 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Huge pages are marked as a whole, alone and among base pages. */
+#include "check.h"
+#include "engine.h"
+
+static void huge_pages_go_whole(void)
+{
+	char *memory = check_map_huge(3, MAP_PRIVATE);
+	struct rf_handle tiny, across, all;
+	unsigned int mode;
+
+	check_needs_lazy();
+	for (mode = 0; mode < 2; mode++) {
+		unsigned int flags = mode ? RF_HELD : 0;
+
+		check_start(RF_MODE_EAGER);
+		tiny = check_register(memory + CHECK_HUGE + 100, 64, flags);
+		check_fork();
+		check_read_smaps();
+		CHECK(check_flags_read(memory + CHECK_HUGE) & CHECK_DC);
+		CHECK(!(check_flags_read(memory) & CHECK_DC));
+		CHECK(!(check_flags_read(memory + 2 * CHECK_HUGE) & CHECK_DC));
+		across = check_register(memory + CHECK_HUGE - check_page, 2 * check_page, flags);
+		check_fork();
+		CHECK(check_flags(memory) & CHECK_DC);
+		all = check_register(memory, 3 * CHECK_HUGE, flags);
+		CHECK(check_flags(memory + 2 * CHECK_HUGE) & CHECK_DC);
+		check_sound();
+		check_release(across);
+		check_release(all);
+		check_read_smaps();
+		CHECK(!(check_flags_read(memory) & CHECK_DC));
+		CHECK(check_flags_read(memory + CHECK_HUGE) & CHECK_DC);
+		CHECK(!(check_flags_read(memory + 2 * CHECK_HUGE) & CHECK_DC));
+		check_release(tiny);
+		CHECK(!(check_flags(memory + CHECK_HUGE) & CHECK_DC));
+		check_empty();
+	}
+}
+
+static void huge_pages_wait_for_the_fork(void)
+{
+	char *memory = check_map_huge(3, MAP_PRIVATE);
+	struct rf_handle tiny, across;
+
+	check_needs_lazy();
+	check_start(RF_MODE_LAZY);
+	tiny = check_register(memory + CHECK_HUGE + 100, 64, RF_HELD);
+	across = check_register(memory + 2 * CHECK_HUGE - 64, 128, RF_HELD);
+	CHECK(!(check_flags(memory + CHECK_HUGE) & CHECK_DC));
+	check_fork();
+	check_read_smaps();
+	CHECK(check_flags_read(memory + CHECK_HUGE) & CHECK_DC);
+	CHECK(check_flags_read(memory + 2 * CHECK_HUGE) & CHECK_DC);
+	CHECK(!(check_flags_read(memory) & CHECK_DC));
+	check_release(tiny);
+	CHECK(check_flags(memory + CHECK_HUGE) & CHECK_DC);
+	check_release(across);
+	CHECK(!(check_flags(memory + CHECK_HUGE) & CHECK_DC));
+	check_empty();
+}
+
+/* Base pages, huge pages, base pages; every pair of partly overlapping ranges, every order. */
+static void mixed_pages(bool query, bool whole)
+{
+	char *huge = check_map_huge(4, MAP_PRIVATE), *below, *above;
+	static const size_t cuts[] = { 0, 100, CHECK_HUGE / 2, CHECK_HUGE, CHECK_HUGE + 4096,
+				       2 * CHECK_HUGE - 64, 2 * CHECK_HUGE, 3 * CHECK_HUGE };
+	struct rf_handle handles[3];
+	unsigned long round, rounds = check_scale(400);
+	size_t i;
+
+	/* The first and the last huge page give way to base pages. */
+	CHECK(!munmap(huge, CHECK_HUGE) && !munmap(huge + 3 * CHECK_HUGE, CHECK_HUGE));
+	below = mmap(huge, CHECK_HUGE, PROT_READ | PROT_WRITE,
+		     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+	above = mmap(huge + 3 * CHECK_HUGE, CHECK_HUGE, PROT_READ | PROT_WRITE,
+		     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+	CHECK(below == huge && above == huge + 3 * CHECK_HUGE);
+	if (whole)
+		setenv("RDMAFORK_EDGES", "whole", 1);
+	check_start(RF_MODE_EAGER);
+	if (!query)
+		rf_engine.advisor.reader.query = false;
+	for (round = 0; round < rounds; round++) {
+		size_t used = 0, left = 3;
+		const char *starts[3], *ends[3];
+
+		for (i = 0; i < 3; i++) {
+			size_t from = cuts[check_below(COUNT_OF(cuts))] + CHECK_HUGE / 2;
+			size_t nbytes = 1 + cuts[check_below(COUNT_OF(cuts) - 1)];
+
+			if (from + nbytes > 4 * CHECK_HUGE)
+				nbytes = 4 * CHECK_HUGE - from;
+			starts[i] = huge + from;
+			ends[i] = starts[i] + nbytes;
+			handles[i] = check_register(starts[i], nbytes,
+						    check_below(2) ? RF_HELD : 0);
+			used++;
+		}
+		if (check_below(2))
+			check_fork();
+		while (left) {
+			size_t which = check_below(left), page;
+
+			check_release(handles[which]);
+			left--;
+			handles[which] = handles[left];
+			starts[which] = starts[left];
+			ends[which] = ends[left];
+			check_sound();
+			if (check_below(2))
+				check_fork();
+			check_read_smaps();
+			for (page = 0; page < 2; page++) {
+				char *at = huge + (1 + page) * CHECK_HUGE;
+				bool touched = false;
+
+				for (i = 0; i < left; i++)
+					touched |= starts[i] < at + CHECK_HUGE && at < ends[i];
+				/* Nobody's: not marked. Untouched edges wait for the fork. */
+				CHECK(touched || !(check_flags_read(at) & CHECK_DC),
+				      "round %lu: a huge page nobody registered is marked", round);
+			}
+		}
+		check_empty();
+		check_read_smaps();
+		for (i = 0; i < 4 * CHECK_HUGE; i += check_page)
+			CHECK(!(check_flags_read(huge + i) & CHECK_DC));
+	}
+}
+
+static void mixed_pages_asked_by_query(void)
+{
+	mixed_pages(true, false);
+}
+
+static void mixed_pages_asked_by_text(void)
+{
+	mixed_pages(false, false);
+}
+
+static void mixed_pages_whole(void)
+{
+	mixed_pages(true, true);
+}
+
+static void mixed_pages_whole_by_text(void)
+{
+	mixed_pages(false, true);
+}
+
+/* Shared huge pages are never marked after a fork, nor left so by partial releases. */
+static void shared_huge_pages(bool query)
+{
+	char *memory = check_map_huge(2, MAP_SHARED);
+	struct rf_handle all, part;
+	unsigned int order;
+
+	setenv("RDMAFORK_EDGES", "whole", 1);
+	check_start(RF_MODE_EAGER);
+	if (!query)
+		rf_engine.advisor.reader.query = false;
+	for (order = 0; order < 4; order++) {
+		all = check_register(memory, 2 * CHECK_HUGE, 0);
+		part = check_register(memory + CHECK_HUGE / 2, CHECK_HUGE, RF_HELD);
+		if (order & 2) {
+			check_fork();
+			CHECK(!(check_flags(memory) & CHECK_DC));
+		}
+		check_release(order & 1 ? all : part);
+		check_release(order & 1 ? part : all);
+		check_read_smaps();
+		CHECK(!(check_flags_read(memory) & CHECK_DC), "order %u: marked for good", order);
+		CHECK(!(check_flags_read(memory + CHECK_HUGE) & CHECK_DC));
+		check_empty();
+	}
+}
+
+static void shared_huge_pages_by_query(void)
+{
+	shared_huge_pages(true);
+}
+
+static void shared_huge_pages_by_text(void)
+{
+	shared_huge_pages(false);
+}
+
+/* The second registration found its page marked, and has not learned that it is huge. */
+static void marks_that_others_take_from_huge_pages_are_back_too(void)
+{
+	char *huge = check_map_huge(1, MAP_PRIVATE);
+	struct rf_handle first, second, third;
+	unsigned int whole;
+
+	memset(huge, 7, CHECK_HUGE);
+	setenv("RDMAV_FORK_SAFE", "", 1);
+	setenv("RDMAFORK_EDGES", check_random() & 1 ? "whole" : "", 1);
+	check_start(RF_MODE_EAGER);
+	for (whole = 0; whole < 2; whole++) {
+		first = check_register(huge + 777, 100001, RF_HELD);
+		second = check_register(huge + 777, 100001, RF_HELD);
+		check_release(first);
+		CHECK(madvise(huge, CHECK_HUGE, MADV_DOFORK) == 0);
+		/* Beside it, before the fork: the page is marked as a whole. */
+		if (whole) {
+			third = check_register(huge + (1 << 20), 5000, RF_HELD);
+			CHECK(check_flags(huge) & CHECK_DC);
+			check_release(third);
+			CHECK(madvise(huge, CHECK_HUGE, MADV_DOFORK) == 0);
+		}
+		check_fork();
+		CHECK(check_flags(huge) & CHECK_DC);
+		check_release(second);
+		CHECK(!(check_flags(huge) & CHECK_DC));
+		check_empty();
+	}
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+		SCENARIO_HUGE(marks_that_others_take_from_huge_pages_are_back_too),
+		SCENARIO_HUGE(huge_pages_go_whole),
+		SCENARIO_HUGE(huge_pages_wait_for_the_fork),
+		SCENARIO_HUGE(mixed_pages_asked_by_query),
+		SCENARIO_HUGE(mixed_pages_asked_by_text),
+		SCENARIO_HUGE(mixed_pages_whole),
+		SCENARIO_HUGE(mixed_pages_whole_by_text),
+		SCENARIO_HUGE(shared_huge_pages_by_query),
+		SCENARIO_HUGE(shared_huge_pages_by_text),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

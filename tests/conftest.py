@@ -44,7 +44,7 @@ PLACE = 0x30_0000_0000  # low, where the kernel puts nothing of its own
 HERE = Path(__file__).resolve().parent
 # How much slower than usual this machine is: twenty times in a virtual machine without KVM.
 SLOWNESS = float(os.environ.get("RDMAFORK_TEST_SLOWNESS") or 1)
-TIMEOUT = 240 * SLOWNESS  # seconds, of one fresh interpreter
+TIMEOUT = 300 * SLOWNESS  # seconds, after which a program is taken to hang
 
 # What would decide for the tests how the engine behaves.
 FOREIGN = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "LD_PRELOAD")
@@ -475,6 +475,19 @@ def vm_flags(address):
         if mapping.start <= address < mapping.end:
             return set(mapping.flags)
     return set()
+
+
+def mappings(start, nbytes):
+    """What is mapped in [start, start + nbytes): its pieces, which may be larger."""
+    return [m for m in smaps() if m.start < start + nbytes and start < m.end]
+
+
+def mappings_now():
+    """How many there are, once looking at them takes no memory that it did not take before."""
+    count = -1
+    while (again := len(smaps())) != count:
+        count = again
+    return count
 
 
 def marked(start, nbytes):

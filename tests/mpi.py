@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SLOWNESS, environment
+from conftest import TIMEOUT, environment
 
 # Both Open MPI's runtimes want to be told; MPICH's knows none of these.
 AS_ROOT = {
@@ -29,7 +29,7 @@ def mpirun(ranks, *command, env=None):
     done = subprocess.run(
         [program, "-n", str(ranks), *map(str, command)],
         env=environment(AS_ROOT | FEW_PROCESSORS | (env or {})), stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=60 * SLOWNESS,
+        capture_output=True, text=True, timeout=TIMEOUT,
     )  # fmt: skip
     if "No module named 'pyverbs'" in done.stderr:
         pytest.skip("pyverbs for this Python is not installed (Debian: python3-pyverbs)")

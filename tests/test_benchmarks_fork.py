@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import needs_lazy, needs_pins
+from conftest import TIMEOUT, needs_lazy, needs_pins
 
 import rdmafork
 from rdmafork import _pins
@@ -30,7 +30,7 @@ def document(name, folder, *arguments, prefix=(), **variables):
     command = [sys.executable, "-m", f"rdmafork.benchmarks.{name}", "--quick", "--json", file]
     done = subprocess.run(
         [*prefix, *map(str, command), *arguments],
-        env=os.environ | variables, capture_output=True, text=True, timeout=240,
+        env=os.environ | variables, capture_output=True, text=True, timeout=TIMEOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())

@@ -30,6 +30,8 @@ from conftest import (
     is_mapped,
     libc,
     map_at,
+    mappings,
+    mappings_now,
     marked,
     read,
     run,
@@ -47,21 +49,13 @@ np = pytest.importorskip("numpy")
 
 
 def mapping_at(address):
-    return next((m for m in smaps() if m.start <= address < m.end), None)
+    return next(iter(mappings(address, 1)), None)
 
 
 def huge_part(address):
     """How many bytes of the mapping at address are transparent huge pages."""
     text = Path("/proc/self/smaps").read_text().partition(f"{address:x}-")[2]
     return int(re.search(r"AnonHugePages: +(\d+) kB", text)[1]) << 10
-
-
-def mappings_now():
-    """How many there are, once looking at them takes no memory that it did not take before."""
-    count = -1
-    while (again := len(smaps())) != count:
-        count = again
-    return count
 
 
 # ---- what is mapped -----------------------------------------------------------------------
@@ -107,13 +101,8 @@ def test_three_mappings_and_two_for_every_further_one(mode, nbytes):
     """Also when they are marked: registered and forked, not one more."""
     rdmafork.fork_init(mode)
 
-    def between(buffers):
-        low = min(b.address for b in buffers) - PAGE
-        high = max(b.address for b in buffers) + nbytes
-        return [m for m in smaps() if m.start <= high and m.end > low]
-
     one = Buffer(nbytes)
-    assert len(between([one])) == 3
+    assert len(mappings(one.address - 1, nbytes + 2)) == 3
     buffers = [Buffer(nbytes) for _ in range(50)]
     count = mappings_now()
     fork_once()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PAGE, SLOWNESS, child, environment, is_mapped
+from conftest import PAGE, TIMEOUT, child, environment, is_mapped
 
 import rdmafork
 from rdmafork.cli import main
@@ -20,7 +20,7 @@ def command(*arguments, **options):
     options = {"env": environment({"CC": CC})} | options
     return subprocess.run(
         list(map(str, arguments)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=300 * SLOWNESS, **options,
+        text=True, timeout=TIMEOUT, **options,
     )  # fmt: skip
 
 

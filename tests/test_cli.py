@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import environment
+from conftest import TIMEOUT, environment
 
 import rdmafork
 from rdmafork.cli import COMMANDS, main
@@ -18,7 +18,7 @@ RDMAFORK = [sys.executable, "-m", "rdmafork"]
 def command(*arguments, **options):
     return subprocess.run(
         [*RDMAFORK, *arguments], env=environment({"COLUMNS": "80"}), capture_output=True,
-        text=True, check=False, timeout=60, **options,
+        text=True, check=False, timeout=TIMEOUT, **options,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import environment, fork_once, libc, needs_pins, private_map, shared_map
+from conftest import TIMEOUT, environment, fork_once, libc, needs_pins, private_map, shared_map
 from sysfs import a_tree, an_open_tmp_path, as_nobody, forbid, port, vendors
 from test_pins import forbid_io_uring
 
@@ -29,7 +29,7 @@ def doctor(*arguments, prefix=(), env=None, **options):
         env=environment(env or {}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT,
         check=False,
         **options,
     )

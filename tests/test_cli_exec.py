@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import environment
+from conftest import TIMEOUT, environment
 from sysfs import an_open_tmp_path, as_nobody
 
 import rdmafork
@@ -42,7 +42,7 @@ print(json.dumps({
 def execute(*arguments, env=None, **options):
     return subprocess.run(
         [*EXEC, *arguments], env=environment(env or {}), capture_output=True, text=True,
-        timeout=60, check=False, **options,
+        timeout=TIMEOUT, check=False, **options,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from conftest import PAGE, both_modes, environment
+from conftest import PAGE, TIMEOUT, both_modes, environment
 from test_cli_report import line
 
 from rdmafork.cli import launchers, main
@@ -30,7 +30,7 @@ with rdmafork.register(memory):
 def execute(*arguments, env=None):
     done = subprocess.run(
         [*RDMAFORK, "exec", *arguments], env=environment(env or {}), capture_output=True,
-        text=True, timeout=120, check=False,
+        text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, ""), done
     return done.stderr

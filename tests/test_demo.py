@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import environment, huge_page_pool, needs_pins
+from conftest import TIMEOUT, environment, huge_page_pool, needs_pins
 from test_pins import forbid_io_uring
 
 import rdmafork
@@ -27,13 +27,13 @@ POOL = Path("/proc/sys/vm/nr_hugepages")
 COMMAND = [sys.executable, "-c", "import sys; from rdmafork.cli import main; sys.exit(main())"]
 
 
-def command(*args, timeout=120, **options):
+def command(*args, **options):
     return subprocess.run(
         [*COMMAND, *args],
         env=environment({}),
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=TIMEOUT,
         **options,
     )
 
@@ -210,7 +210,7 @@ def test_a_lower_limit_of_locked_memory_makes_it_smaller():
         env=environment({}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT,
     )
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["size"]["used"] == 7 << 20
@@ -369,7 +369,7 @@ def test_ctrl_c_ends_it_and_its_workers(delay):
             time.sleep(0.005)
         time.sleep(delay)
         os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=TIMEOUT)
     patience = time.monotonic() + 120
     assert (process.returncode, output, errors) == (128 + signal.SIGINT, b"", b"\n")
     while left := processes_with(marker):  # a worker in the middle of a fork ends after it

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SLOWNESS, environment, free_huge_pages, huge_page_pool
+from conftest import TIMEOUT, environment, free_huge_pages, huge_page_pool
 from mpi import mpirun
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -18,7 +18,7 @@ def example(name, *arguments, before=(sys.executable,), env=None):
     done = subprocess.run(
         [*before, str(EXAMPLES / name), *map(str, arguments)],
         env=environment(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=100 * SLOWNESS,
+        stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT,
     )  # fmt: skip
     if "No module named 'pyverbs'" in done.stdout:
         pytest.skip("pyverbs for this Python is not installed (Debian: python3-pyverbs)")

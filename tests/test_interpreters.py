@@ -10,7 +10,7 @@ import threading
 import pytest
 from conftest import (
     PAGE,
-    SLOWNESS,
+    TIMEOUT,
     both_modes,
     child,
     environment,
@@ -68,13 +68,13 @@ def python(source, mode="auto", **env):
             {
                 "ENGINE": rdmafork.get_library(),
                 "MODE": mode,
-                "LIMIT": str(30 * SLOWNESS),
+                "LIMIT": str(TIMEOUT / 2),
                 **env,
             }
         ),
         capture_output=True,
         text=True,
-        timeout=90 * SLOWNESS,
+        timeout=TIMEOUT,
         check=False,
     )
     if "No module named '_xxsubinterpreters'" in done.stderr:

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import SLOWNESS, both_modes, environment
+from conftest import TIMEOUT, both_modes, environment
 
 PROGRAM = Path(__file__).resolve().parents[1] / "build/ctest/debug/soak"
 
@@ -20,7 +20,7 @@ def soak(*arguments):
         pytest.skip("build/ctest/debug/soak is not there: make test builds it")
     done = subprocess.run(
         [PROGRAM, *arguments], env=environment(None), capture_output=True, text=True,
-        timeout=250 * SLOWNESS,
+        timeout=TIMEOUT,
     )  # fmt: skip
     return done.returncode, json.loads(done.stdout or "null"), done.stderr
 

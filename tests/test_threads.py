@@ -9,6 +9,7 @@ import sys
 import pytest
 from conftest import (
     PAGE,
+    TIMEOUT,
     both_modes,
     child,
     fork_once,
@@ -195,7 +196,7 @@ def test_daemon_threads_at_the_interpreter_s_end(mode):
             [sys.executable, "-W", "ignore", "-c", DAEMONS, mode],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=TIMEOUT,
             check=False,
         )
         assert (done.returncode, done.stderr) == (7, "")
@@ -237,7 +238,7 @@ def test_a_subinterpreter_gets_it_or_is_told_why_not():
         [sys.executable, "-W", "ignore", "-c", INTERPRETERS],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT,
         check=False,
     )
     if "No module named '_xxsubinterpreters'" in done.stderr:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import environment
+from conftest import TIMEOUT, environment
 
 PROGRAM = """
 import os, sys
@@ -33,7 +33,7 @@ def errors_of(program, tmp_path, **env):
     (tmp_path / "program.py").write_text(program)
     done = subprocess.run(
         [sys.executable, str(tmp_path / "program.py")], env=environment(env), text=True,
-        capture_output=True, timeout=120, check=True,
+        capture_output=True, timeout=TIMEOUT, check=True,
     )  # fmt: skip
     assert done.stdout == ""
     return done.stderr
@@ -101,7 +101,7 @@ def executed(tmp_path, *options, **env):
     return subprocess.run(
         [sys.executable, "-m", "rdmafork", "exec", "--trace-forks", "--", sys.executable, *options,
          tmp_path / "program.py"],
-        env=environment(env), text=True, capture_output=True, timeout=120, check=True,
+        env=environment(env), text=True, capture_output=True, timeout=TIMEOUT, check=True,
     )  # fmt: skip
 
 

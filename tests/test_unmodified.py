@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import SLOWNESS, environment
+from conftest import TIMEOUT, environment
 
 import rdmafork
 
@@ -15,7 +15,7 @@ def programs():
     """{program: {peer: its row}}"""
     command = [sys.executable, "-m", "rdmafork.benchmarks.unmodified", "--quick", "--json", "-"]
     done = subprocess.run(
-        command, env=environment({}), capture_output=True, text=True, timeout=120 * SLOWNESS
+        command, env=environment({}), capture_output=True, text=True, timeout=TIMEOUT
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

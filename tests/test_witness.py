@@ -13,7 +13,16 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import PAGE, SLOWNESS, child, environment, fork_once, private_map, run, vm_flags
+from conftest import (
+    PAGE,
+    TIMEOUT,
+    child,
+    environment,
+    fork_once,
+    private_map,
+    run,
+    vm_flags,
+)
 from standin import DIRECT, OTHER_CODE, Builder, load, works, x86_64
 
 import rdmafork
@@ -251,7 +260,7 @@ def test_a_report_that_cannot_be_finished_ends_nobody(tmp_path):
 def test_a_named_pipe_that_nobody_reads_is_not_waited_for(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    ends_as_ever({"RDMAFORK_REPORT": str(path)}, timeout=60 * SLOWNESS)
+    ends_as_ever({"RDMAFORK_REPORT": str(path)}, timeout=TIMEOUT)
     reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     ends_as_ever({"RDMAFORK_REPORT": str(path)})
     assert json.loads(os.read(reading, 1 << 16))["rank"] is None

@@ -52,13 +52,11 @@ __attribute__((noreturn, format(printf, 1, 2))) void check_skip(const char *form
 struct check_scenario {
 	const char *name;
 	void (*run)(void);
-	unsigned int seconds;	/* of the watchdog; 0: 60 */
 	bool huge;		/* with a pool of huge pages */
 };
 
-#define SCENARIO(function)	{ #function, function, 0, false }
-#define SCENARIO_SLOW(function) { #function, function, 240, false }
-#define SCENARIO_HUGE(function) { #function, function, 0, true }
+#define SCENARIO(function)	{ #function, function, false }
+#define SCENARIO_HUGE(function) { #function, function, true }
 
 /* Runs them all; the exit status for main(). */
 int check_run(const struct check_scenario *scenarios, size_t count, int argc, char **argv);

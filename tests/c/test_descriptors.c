@@ -428,7 +428,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_child_that_cannot_duplicate_closes),
 		SCENARIO(a_raw_clone_may_share_them),
 		SCENARIO(forks_are_counted),
-		SCENARIO_SLOW(threads_open_and_close_while_others_fork),
+		SCENARIO(threads_open_and_close_while_others_fork),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

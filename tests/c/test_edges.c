@@ -502,7 +502,7 @@ int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(what_lies_beside_stays),
-		SCENARIO_SLOW(many_share_pages),
+		SCENARIO(many_share_pages),
 		SCENARIO_HUGE(parts_of_huge_pages_eager),
 		SCENARIO_HUGE(parts_of_huge_pages_lazy),
 		SCENARIO_HUGE(many_in_one_huge_page),
@@ -511,7 +511,7 @@ int main(int argc, char **argv)
 		SCENARIO(failures_invent_nothing),
 		SCENARIO(room_is_taken_at_the_registration),
 		SCENARIO(registered_while_a_fork_is_under_way),
-		SCENARIO_SLOW(threads_register_while_others_fork),
+		SCENARIO(threads_register_while_others_fork),
 		SCENARIO(what_fork_itself_uses_is_named),
 	};
 

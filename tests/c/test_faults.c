@@ -447,7 +447,6 @@ int main(int argc, char **argv)
 		under_test = &operations[i];
 		scenarios[i].name = operations[i].name;
 		scenarios[i].run = fail_every_call;
-		scenarios[i].seconds = 120;
 		scenarios[i].huge = operations[i].uses_huge;
 		failed |= check_run(&scenarios[i], 1, 1, argv);
 	}

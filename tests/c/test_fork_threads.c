@@ -347,7 +347,7 @@ static void a_child_may_start_whatever_its_parent_was_starting(void)
 
 		CHECK(child >= 0);
 		if (!child) {
-			check_alarm(10);
+			check_alarm(30);
 			CHECK(rf_fork_init(RF_MODE_AUTO, &error) == 0);
 			check_works();
 			_exit(0);

@@ -315,7 +315,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_child_plans_for_its_own),
 		SCENARIO(a_guard_that_cannot_be_had_is_no_failure),
 		SCENARIO(a_hole_in_a_stack_is_a_guard),
-		SCENARIO_SLOW(plans_change_while_others_fork),
+		SCENARIO(plans_change_while_others_fork),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -432,10 +432,10 @@ int main(int argc, char **argv)
 		SCENARIO_HUGE(huge_pages_go_whole_and_come_back),
 		SCENARIO(what_is_registered_here_counts_once),
 		SCENARIO(a_child_begins_with_none),
-		SCENARIO_SLOW(any_ranges_in_any_order),
+		SCENARIO(any_ranges_in_any_order),
 		SCENARIO(thousands_are_found_again),
 		SCENARIO(a_failure_changes_nothing),
-		SCENARIO_SLOW(threads_take_each_other_s_ranges_apart),
+		SCENARIO(threads_take_each_other_s_ranges_apart),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -545,13 +545,13 @@ static void a_thread_that_is_no_more_leaves_the_child_sane(void)
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
-		SCENARIO_SLOW(a_child_goes_on_from_every_instruction),
-		SCENARIO_SLOW(a_raw_child_goes_on_from_every_instruction),
-		SCENARIO_SLOW(a_child_ends_at_every_instruction),
+		SCENARIO(a_child_goes_on_from_every_instruction),
+		SCENARIO(a_raw_child_goes_on_from_every_instruction),
+		SCENARIO(a_child_ends_at_every_instruction),
 		SCENARIO(shared_memory_is_never_missed),
 		SCENARIO(no_byte_is_an_older_one),
 		SCENARIO(a_handler_registers_at_every_instruction),
-		SCENARIO_SLOW(a_thread_that_is_no_more_leaves_the_child_sane),
+		SCENARIO(a_thread_that_is_no_more_leaves_the_child_sane),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -281,7 +281,7 @@ static bool is_taken(uintptr_t at)
 	return false;
 }
 
-static void check_inherited(size_t page)
+static void check_child_page(size_t page)
 {
 	enum verdict omit = judge(page, RF_OMIT, true), wipe = judge(page, RF_WIPE, true);
 	static unsigned char found[4096];
@@ -311,7 +311,7 @@ static void check_child(void)
 	size_t page;
 
 	for (page = 0; !shaken && page < PAGES; page++)
-		check_inherited(page);
+		check_child_page(page);
 	if (live_count)
 		CHECK(rf_release(live[0].handle, 0) == -ECHILD);
 	check_empty();

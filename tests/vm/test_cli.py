@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import SLOWNESS, environment
+from conftest import TIMEOUT, environment
 
 import rdmafork
 
@@ -35,7 +35,7 @@ sys.stdin.read()
 def command(*arguments, **env):
     return subprocess.run(
         [*RDMAFORK, *arguments], env=environment(env), capture_output=True, text=True,
-        check=False, timeout=60 * SLOWNESS,
+        check=False, timeout=TIMEOUT,
     )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def holder(device):
 
     yield start
     for process in started:
-        process.communicate("", timeout=60 * SLOWNESS)
+        process.communicate("", timeout=TIMEOUT)
 
 
 def test_the_device_is_listed_with_its_active_port(device):

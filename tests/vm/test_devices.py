@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from conftest import TIMEOUT
 
 import rdmafork
 from rdmafork import get_device_list
@@ -33,7 +34,7 @@ def output(*command):
         if os.environ.get("RDMAFORK_TEST_DEVICE") == "required":
             pytest.fail(f"{command[0]} is not installed")
         pytest.skip(f"{command[0]} is not installed")
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT)
     return done.stdout
 
 
@@ -53,24 +54,24 @@ def soft():
 
 @contextlib.contextmanager
 def interface(name):
-    subprocess.run(["ip", "link", "add", name, "type", "dummy"], check=True, timeout=60)
+    subprocess.run(["ip", "link", "add", name, "type", "dummy"], check=True, timeout=TIMEOUT)
     try:
-        subprocess.run(["ip", "link", "set", name, "up"], check=True, timeout=60)
+        subprocess.run(["ip", "link", "set", name, "up"], check=True, timeout=TIMEOUT)
         yield
     finally:
-        subprocess.run(["ip", "link", "del", name], check=True, timeout=60)
+        subprocess.run(["ip", "link", "del", name], check=True, timeout=TIMEOUT)
 
 
 def link_add(name, netdev):
     done = subprocess.run(
         ["rdma", "link", "add", name, "type", "rxe", "netdev", netdev],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=TIMEOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
 def link_del(name):
-    subprocess.run(["rdma", "link", "del", name], check=True, timeout=60)
+    subprocess.run(["rdma", "link", "del", name], check=True, timeout=TIMEOUT)
 
 
 def test_ibv_devices_lists_the_same():
@@ -155,14 +156,14 @@ def test_listing_opens_no_device():
 
 def test_a_port_that_goes_down_is_seen():
     device = soft()
-    subprocess.run(["ip", "link", "set", device.netdev, "down"], check=True, timeout=60)
+    subprocess.run(["ip", "link", "set", device.netdev, "down"], check=True, timeout=TIMEOUT)
     try:
         until = time.monotonic() + 60
         while device.ports[0].state.name != "DOWN" and time.monotonic() < until:
             time.sleep(0.1)
         assert device.ports[0].state.name == "DOWN"
     finally:
-        subprocess.run(["ip", "link", "set", device.netdev, "up"], check=True, timeout=60)
+        subprocess.run(["ip", "link", "set", device.netdev, "up"], check=True, timeout=TIMEOUT)
     until = time.monotonic() + 60
     while device.ports[0].state.name != "ACTIVE" and time.monotonic() < until:
         time.sleep(0.1)
@@ -261,7 +262,7 @@ except OSError as error:
     environment["PATH"] = f"{os.path.dirname(os.sys.executable)}:{environment['PATH']}"
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", private],
-        env=environment, capture_output=True, text=True, check=False, timeout=200,
+        env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     missing, none, fine, refused, listed = done.stdout.splitlines()

@@ -11,7 +11,7 @@ import sys
 
 import bound
 import pytest
-from conftest import SLOWNESS, child, environment, run, vm_flags
+from conftest import SLOWNESS, TIMEOUT, child, environment, run, vm_flags
 
 import rdmafork
 from vm.rc import ALL, Ours, State, memory
@@ -248,7 +248,7 @@ def _opens_itself(rc):
                 one, two = registering(memory("shared", SIZE)), registering(memory("base", SIZE))
                 survives(other, one, two)
 
-        assert child(of_its_own, timeout=120 * SLOWNESS) is None
+        assert child(of_its_own, timeout=TIMEOUT) is None
         survives(pair, near, far)
 
 
@@ -270,12 +270,12 @@ def test_ib_write_bw_runs_as_ever(device, tmp_path):
     try:
         for _ in range(60):  # until the server listens
             client = start([*command, "127.0.0.1"])
-            output = client.communicate(timeout=120 * SLOWNESS)[0]
+            output = client.communicate(timeout=TIMEOUT)[0]
             if client.returncode == 0 or "Couldn't connect" not in output:
                 break
         assert client.returncode == 0, output
         assert "65536" in output
-        assert server.wait(timeout=60 * SLOWNESS) == 0, server.stdout.read()
+        assert server.wait(timeout=TIMEOUT) == 0, server.stdout.read()
     finally:
         server.kill()
         server.communicate()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import SLOWNESS, environment
+from conftest import SLOWNESS, TIMEOUT, environment
 
 import rdmafork
 
@@ -68,8 +68,8 @@ def test_a_child_ends_nothing_and_a_dead_parent_s_port_is_free(device, keep):
         # The kernel refuses who did not open it; here nobody is asked.
         assert int(server.stdout.readline()) == (errno.EACCES if keep else errno.EBADF)
         assert server.stdout.readline() == "lives\n"
-        assert server.wait(timeout=60 * SLOWNESS) == -signal.SIGKILL
-        again = start(LISTENS, port).communicate(timeout=60 * SLOWNESS)[0]
+        assert server.wait(timeout=TIMEOUT) == -signal.SIGKILL
+        again = start(LISTENS, port).communicate(timeout=TIMEOUT)[0]
         assert int(again) == (errno.EADDRNOTAVAIL if keep else 0)
     finally:
         server.kill()

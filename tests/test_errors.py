@@ -161,17 +161,6 @@ def test_empty_is_fine_and_nothing(array):
     assert rdmafork.stats()._replace(engine_bytes=0) == before._replace(engine_bytes=0)
 
 
-def test_read_only_is_fine():
-    for memory in (bytes(3 * PAGE), memoryview(bytearray(3 * PAGE)).toreadonly()):
-        with rdmafork.register(memory) as registration:
-            assert registration.nbytes == 3 * PAGE
-
-
-def test_fortran_order_is_fine():
-    with rdmafork.register(np.zeros((30, 20), order="F")) as registration:
-        assert registration.nbytes == 4800
-
-
 # ---- not an address -------------------------------------------------------------------------
 
 
@@ -307,46 +296,6 @@ def test_too_late(mode, closed):
         with fails(OSError, "too late", "RDMAV_FORK_SAFE=1", number=errno.EINVAL):
             rdmafork.fork_init(mode)
     assert rdmafork.is_fork_initialized() != rdmafork.ForkStatus.ENABLED
-
-
-@fresh
-def test_too_late_after_an_empty_one():
-    with pytest.warns(rdmafork.UnprotectedWarning):
-        rdmafork.register(b"").close()
-    with fails(OSError, "too late", number=errno.EINVAL):
-        rdmafork.fork_init()
-
-
-@fresh
-def test_not_too_late_after_one_that_failed():
-    with fails(BufferError):
-        rdmafork.register(memoryview(bytearray(9))[::2])
-    with fails(OverflowError):
-        rdmafork.register_address((1 << 64) - 1, 1)
-    rdmafork.fork_init()
-
-
-@pytest.mark.parametrize(
-    "first, other", [pytest.param("lazy", "eager", marks=needs_lazy), ("eager", "lazy")]
-)
-@fresh
-def test_other_wishes(first, other):
-    rdmafork.fork_init(first)
-    for _ in range(2):
-        with fails(OSError, repr(first), repr(other), "already", number=errno.EINVAL):
-            rdmafork.fork_init(other)
-    rdmafork.fork_init(first)
-    rdmafork.fork_init()
-    assert rdmafork.stats().mode == first
-
-
-@fresh
-def test_what_nothing_protects_is_warned_of_once():
-    with pytest.warns(rdmafork.UnprotectedWarning, match=r"fork_init\(\) first") as caught:
-        registrations = [rdmafork.register(bytearray(10)) for _ in range(3)]
-    assert len(caught) == 1
-    assert not any(r.protected for r in registrations)
-    assert "not protected" in repr(registrations[0])
 
 
 @fresh

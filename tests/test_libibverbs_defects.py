@@ -809,24 +809,6 @@ def test_21_shared_memory_marked(mode):
     run(shared_memory_marked, "rdmafork", mode)
 
 
-@both_modes
-@fresh
-def test_21_multiprocessing_shared_memory(mode):
-    from multiprocessing.shared_memory import SharedMemory
-
-    engine = Rdmafork(mode)
-    shared = SharedMemory(create=True, size=4 * PAGE)
-    try:
-        with engine.api.register(shared.buf):
-            assert child(shared.buf.__setitem__, 5, 77) is None
-            assert shared.buf[5] == 77
-            (listed,) = engine.api.protected_ranges()
-            assert listed.protected_by == "shared"
-    finally:
-        shared.unlink()
-        shared.close()
-
-
 # ---- the same with libibverbs --------------------------------------------------------------
 
 

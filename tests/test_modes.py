@@ -1,7 +1,6 @@
 """Which mode runs: fork_init(), the environment, and what a child inherits."""
 
 import errno
-import gc
 import os
 import signal
 import warnings
@@ -133,7 +132,7 @@ def test_unprotected_registrations_warn_once():
         registrations = [register(memory), register(memory), register_address(address, 5)]
     assert [w.category for w in caught] == [rdmafork.UnprotectedWarning]
     assert caught[0].filename == __file__
-    assert "fork_init" in str(caught[0].message)
+    assert "fork_init() first" in str(caught[0].message)
     assert not any(r.protected for r in registrations)
     assert "not protected" in repr(registrations[0])
     ranges = rdmafork.protected_ranges()
@@ -145,16 +144,6 @@ def test_unprotected_registrations_warn_once():
     assert marked(address, 4 * PAGE) == []
     assert child(read, address) == b"\0"
     assert stats().madvise_calls == 0
-
-
-@fresh
-def test_the_warning_as_an_error_leaves_nothing():
-    array = bytearray(4 * PAGE)
-    with pytest.raises(rdmafork.UnprotectedWarning):
-        register(array)
-    gc.collect()
-    assert stats().registrations == 0
-    array.append(1)
 
 
 @pytest.mark.parametrize("how", ["buffer", "address", "empty", "closed"])
@@ -190,6 +179,8 @@ def test_a_refused_registration_is_none(mode):
             register_address(*arguments)
     with pytest.raises(TypeError):
         register(5)
+    with pytest.raises(BufferError):
+        register(memoryview(bytearray(9))[::2])
     rdmafork.fork_init(mode)
     with pytest.raises(OSError):
         register_address(PLACE, 3 * PAGE)
@@ -209,7 +200,7 @@ def test_a_second_fork_init(mode):
             rdmafork.fork_init(other)
         assert caught.value.errno == errno.EINVAL
         assert repr(mode) in str(caught.value)
-        assert repr(other) in str(caught.value)
+        assert repr(other) in str(caught.value) and "already" in str(caught.value)
         assert stats().mode == mode
         assert (registration is not None) == registered
 

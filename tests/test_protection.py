@@ -418,31 +418,6 @@ def test_a_registration_that_is_dropped_is_closed(mode):
 
 @both_modes
 @fresh
-def test_closing_twice_and_using_after_closing(mode):
-    rdmafork.fork_init(mode)
-    memory, address = private_map(4 * PAGE)
-    with register(memory) as registration:
-        assert (registration.obj, registration.address, registration.nbytes) == (
-            memory,
-            address,
-            4 * PAGE,
-        )
-        assert registration.on_fork == "omit"
-        assert not registration.closed
-        assert not registration.inherited
-        assert "protected" in repr(registration)
-    assert registration.closed
-    registration.close()
-    for name in ("obj", "address", "nbytes", "on_fork", "protected"):
-        with pytest.raises(ValueError, match="closed"):
-            getattr(registration, name)
-    with pytest.raises(ValueError, match="closed"), registration:
-        pass
-    assert "closed" in repr(registration)
-
-
-@both_modes
-@fresh
 def test_registrations_overlap(mode):
     rdmafork.fork_init(mode)
     memory, address = private_map(32 * PAGE)

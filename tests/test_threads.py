@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 
-import pytest
 from conftest import (
     PAGE,
     TIMEOUT,
@@ -200,54 +199,6 @@ def test_daemon_threads_at_the_interpreter_s_end(mode):
             check=False,
         )
         assert (done.returncode, done.stderr) == (7, "")
-
-
-INTERPRETERS = """
-import faulthandler
-faulthandler.enable()
-import rdmafork
-rdmafork.fork_init()
-memory = bytearray(1 << 16)
-registration = rdmafork.register(memory)
-try:
-    import _interpreters as interpreters
-except ImportError:
-    import _xxsubinterpreters as interpreters
-source = '''
-try:
-    import rdmafork
-except ImportError as error:
-    print("ImportError", error)
-else:
-    rdmafork.register(bytearray(100)).close()
-    print("works")
-'''
-for _ in range(3):
-    it = interpreters.create()
-    result = interpreters.run_string(it, source)
-    assert result is None, result
-    interpreters.destroy(it)
-assert registration.protected
-registration.close()
-print("still here")
-"""
-
-
-def test_a_subinterpreter_gets_it_or_is_told_why_not():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", INTERPRETERS],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    if "No module named '_xxsubinterpreters'" in done.stderr:
-        pytest.skip("this Python has no module for subinterpreters")
-    assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
-    assert last == "still here" and len(lines) == 3
-    for line in lines:
-        assert line == "works" or ("ImportError" in line and "interpreter" in line)
 
 
 @both_modes

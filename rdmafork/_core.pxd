@@ -11,10 +11,12 @@ cdef extern from *:
     #define FLAG_IS_SET(flag) __atomic_load_n(flag, __ATOMIC_ACQUIRE)
     #define SET_FLAG(flag, value) __atomic_store_n(flag, value, __ATOMIC_RELEASE)
     #define CLEAR_FLAG(flag) __atomic_exchange_n(flag, 0, __ATOMIC_ACQ_REL)
+    #define SET_ONCE(flag) __atomic_exchange_n(flag, 1, __ATOMIC_RELAXED)
     """
     bint is_set "FLAG_IS_SET"(bint *flag) nogil
     void set_flag "SET_FLAG"(bint *flag, bint value) nogil
     bint clear_flag "CLEAR_FLAG"(bint *flag) nogil  # was it set?
+    bint was_set "SET_ONCE"(bint *flag) nogil       # it is now
 
 
 cdef class Registration:

@@ -48,7 +48,6 @@ cdef extern from "Python.h":
 cdef extern from *:
     """
     static void forget_view(Py_buffer *view) { view->obj = NULL; }
-    #define SET_ONCE(flag) __atomic_exchange_n(flag, 1, __ATOMIC_RELAXED)
     #define IS_COLLECTABLE(object) PyType_HasFeature(Py_TYPE(object), Py_TPFLAGS_HAVE_GC)
     #ifdef Py_GIL_DISABLED
     #define MOST_IDLE 0 /* nothing guards the list of them */
@@ -59,7 +58,6 @@ cdef extern from *:
     #endif
     """
     void forget_view(Py_buffer *view)
-    bint was_set "SET_ONCE"(bint *flag)
     bint is_collectable "IS_COLLECTABLE"(PyObject *)
     enum: HAS_LOCKS, MOST_IDLE
 
@@ -273,10 +271,12 @@ cdef bint is_absent(Registration self):
 
 cdef int let_go(Registration self, bint inherited) except -1:
     cdef Py_buffer view
+    cdef object owner
     if inherited and is_absent(self):
         return abandon(self)
-    # Forgotten before it is released: the exporter's code may let other threads in.
+    # Forgotten before they are released: their own code may let other threads in.
     view = self.view
+    owner = self.owner
     set_flag(&self.open, False)
     forget_view(&self.view)
     self.owner = None

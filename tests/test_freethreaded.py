@@ -9,11 +9,12 @@ import gc
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import PAGE, both_modes, child, fork_once, fresh, in_threads
+from conftest import PAGE, both_modes, child, fork_once, fresh, in_threads, private_map
 from standin import Builder
 
 import rdmafork
@@ -129,6 +130,26 @@ def test_a_child_uses_what_other_threads_had_in_their_hands_at_the_fork(mode):
             done.append(True)
 
     in_threads([forks, *[functools.partial(uses, at) for at in (0, 0, 1, 1)]])
+
+
+@fresh
+def test_an_owner_goes_once_whoever_closes():
+    """Closers wait for the engine together, and for the owner's own code one after the other."""
+    sys.setswitchinterval(1e-6)
+    rdmafork.fork_init("eager")
+    memory, address = private_map(PAGE)
+    gone = []
+
+    class Owner:
+        def __del__(self):
+            gone.append(1)
+            time.sleep(0.001)
+
+    for _ in range(200):
+        registration = rdmafork.register_address(address, PAGE, owner=Owner())
+        in_threads([registration.close] * 8)
+    assert len(gone) == 200
+    memory.close()
 
 
 # ---- contexts, domains and regions -------------------------------------------------------

@@ -25,7 +25,7 @@ from posix.unistd cimport usleep
 
 from rdmafork cimport *
 from rdmafork._core cimport Registration, abandon, check_usable, clear_flag, hold, is_set
-from rdmafork._core cimport let_go, policy_of, protect, set_flag, unprotect
+from rdmafork._core cimport let_go, policy_of, protect, set_flag, unprotect, was_set
 from rdmafork._ibverbs cimport *
 
 import os
@@ -240,11 +240,12 @@ cdef class Context(Parent):
     Source: ibv_open_device(3).
     """
     cdef ibv_context *context
+    cdef bint begun         # to be opened
     cdef bint has_queues    # or may have, of other code
     cdef readonly object device
 
     def __init__(self, device):
-        if self.device is not None:
+        if was_set(&self.begun):
             raise TypeError("a Context is opened once")
         from rdmafork.devices import find_device
         found = find_device(device)
@@ -580,7 +581,7 @@ cdef class MemoryRegion(Registration):
         """Names it in this process's work requests."""
         check_usable(self)
         with cython.critical_section(self):
-            check_usable(self)
+            check_made(self)
             return self.mr.lkey
 
     @property
@@ -588,7 +589,7 @@ cdef class MemoryRegion(Registration):
         """Names it in a peer's remote reads, writes and atomics."""
         check_usable(self)
         with cython.critical_section(self):
-            check_usable(self)
+            check_made(self)
             return self.mr.rkey
 
     @property
@@ -596,7 +597,7 @@ cdef class MemoryRegion(Registration):
         """The kernel's number for it."""
         check_usable(self)
         with cython.critical_section(self):
-            check_usable(self)
+            check_made(self)
             return self.mr.handle
 
     @property
@@ -617,6 +618,14 @@ cdef class MemoryRegion(Registration):
             state = f"lkey 0x{lkey:x}, rkey 0x{rkey:x}, " + (
                 "protected" if self.is_protected else "not protected")
         return f"<rdmafork.MemoryRegion 0x{self.start:x}, {self.length} bytes, {state}>"
+
+
+cdef int check_made(MemoryRegion self) except -1:
+    """The collector's lists show it to other threads before the device has made it."""
+    check_usable(self)
+    if self.mr == NULL:
+        raise ValueError("the MemoryRegion is not made yet")
+    return 0
 
 
 cdef int close_region(MemoryRegion self) except? -1:

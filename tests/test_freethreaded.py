@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,6 +177,49 @@ def nothing_is_left(library):
     assert library.standin_wrong() == 0
     assert library.standin_open() == 0
     assert rdmafork.stats().registrations == 0
+
+
+def _opened_by_all():
+    rdmafork.fork_init()
+    first, library = opened()
+    first.close()
+    for _ in range(40):
+        context = rdmafork.Context.__new__(rdmafork.Context)
+        in_threads([swallow(functools.partial(context.__init__, "mlx5_7"), TypeError)] * 6)
+        assert library.standin_open() == 1
+        context.close()
+    nothing_is_left(library)
+
+
+def test_a_context_is_opened_once_by_whatever_thread(run, device):
+    run(_opened_by_all, env=device)
+
+
+def _seen_before_it_is_made():
+    """As other threads may see it, by code that runs in between: a warning's."""
+    context, library = opened()
+    domain = context.alloc_pd()
+    seen = []
+
+    def looks(*_args, **_options):
+        for region in gc.get_referrers(domain):
+            if type(region) is not rdmafork.MemoryRegion:
+                continue
+            seen.append(repr(region))
+            for name in ("lkey", "rkey", "handle"):
+                with pytest.raises(ValueError, match="not made"):
+                    getattr(region, name)
+
+    warnings.simplefilter("always")
+    warnings.showwarning = looks
+    region = domain.register(bytearray(PAGE))
+    assert len(seen) == 1 and "MemoryRegion" in seen[0] and region.lkey == 2
+    context.close()
+    nothing_is_left(library)
+
+
+def test_a_region_that_a_debugger_finds_has_no_keys_before_it_is_made(run, device):
+    run(_seen_before_it_is_made, env=device)
 
 
 def _closed_in_any_order():

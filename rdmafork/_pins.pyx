@@ -20,6 +20,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from rdmafork cimport rf_generation
+from rdmafork._core cimport was_set
 
 from rdmafork._core import InheritedError
 
@@ -97,11 +98,14 @@ cdef extern from *:
 
     static void pins_ring_close(struct pins_ring *ring, int inherited)
     {
-        if (ring->fd < 0)
+        /* In a child no lock keeps its threads apart. */
+        int fd = __atomic_exchange_n(&ring->fd, -1, __ATOMIC_ACQ_REL);
+
+        if (fd < 0)
             return;
         if (!inherited) {
             /* First: a child's copy of the descriptor would keep the pins alive. */
-            syscall(PINS_REGISTER, ring->fd, PINS_UNREGISTER_BUFFERS, NULL, 0);
+            syscall(PINS_REGISTER, fd, PINS_UNREGISTER_BUFFERS, NULL, 0);
             if (ring->sq)
                 munmap(ring->sq, ring->sq_nbytes);
             if (ring->cq)
@@ -109,8 +113,7 @@ cdef extern from *:
             if (ring->sqes)
                 munmap(ring->sqes, ring->sqes_nbytes);
         }
-        close(ring->fd);
-        ring->fd = -1;
+        close(fd);
     }
 
     static int pins_ring_open(struct pins_ring *ring)
@@ -320,6 +323,7 @@ cdef class Pins:
     cdef uint64_t generation
     cdef object lock
     cdef object held
+    cdef bint begun
     cdef readonly tuple entries
     cdef readonly object nbytes
 
@@ -331,8 +335,8 @@ cdef class Pins:
         self.lock = Lock()
 
     def __init__(self, memory):
-        if self.ring.fd >= 0:
-            raise RuntimeError("already holds pins")
+        if was_set(&self.begun):
+            raise RuntimeError("Pins are made once")
         if PyObject_CheckBuffer(memory):
             self.held = memoryview(memory)
             if not self.held.c_contiguous:

@@ -21,7 +21,7 @@ def _tell() -> None:
     # The frame that called fork(); this one is the hook's.
     stack = traceback.extract_stack(sys._getframe(1))
     place = tuple((frame.filename, frame.lineno or 0) for frame in stack)
-    if place in _told or len(_told) == _PLACES:
+    if place in _told or len(_told) >= _PLACES:
         return
     _told.add(place)
     rank = os.environ.get("RDMAFORK_RANK")

@@ -139,6 +139,15 @@ def test_what_cannot_be_pinned_is_refused():
     assert os.listdir("/proc/self/fd") == before
 
 
+@needs_pins
+def test_pins_are_made_once():
+    pins = Pins(bytearray(PAGE))
+    pins.close()
+    with pytest.raises(RuntimeError, match="once"):
+        pins.__init__(bytearray(PAGE))
+    assert pins.closed
+
+
 # ---- the device -------------------------------------------------------------------------
 
 

@@ -84,6 +84,11 @@ def test_a_program_that_forks_from_everywhere_is_told_of_a_hundred_places(tmp_pa
     assert told.count("rdmafork: fork() in process") == 100
 
 
+def test_places_that_two_threads_count_at_once_are_no_way_past_the_hundred(tmp_path):
+    counted = "from rdmafork import _trace; _trace._told.update(range(101))\n"
+    assert errors_of(counted + PROGRAM, tmp_path, RDMAFORK_TRACE_FORKS="1") == ""
+
+
 UNCHANGED = """
 import multiprocessing, sys
 

@@ -28,6 +28,7 @@ import resource
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -45,6 +46,7 @@ HERE = Path(__file__).resolve().parent
 # How much slower than usual this machine is: twenty times in a virtual machine without KVM.
 SLOWNESS = float(os.environ.get("RDMAFORK_TEST_SLOWNESS") or 1)
 TIMEOUT = 300 * SLOWNESS  # seconds, after which a program is taken to hang
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 # What would decide for the tests how the engine behaves.
 FOREIGN = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "LD_PRELOAD")

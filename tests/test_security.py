@@ -17,6 +17,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -29,7 +30,9 @@ from rdmafork.cli import elf as reader
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = rdmafork.get_library()
-MODULES = sorted(Path(rdmafork.__file__).parent.glob("_*.so"))
+# Those of another Python may lie beside them.
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+MODULES = sorted(Path(rdmafork.__file__).parent.glob(f"_*{SUFFIX}"))
 NOBODY = {"user": 65534, "group": 65534, "extra_groups": []}
 COMMAND = str(Path(sys.executable).with_name("rdmafork"))
 
@@ -354,8 +357,11 @@ GIVES = (
     "eventfd2 epoll_create epoll_create1 memfd_create timerfd_create signalfd signalfd4 "
     "inotify_init inotify_init1 userfaultfd perf_event_open open_by_handle_at fanotify_init"
 ).split()
-# Before any code of ours runs, and closed by then.
-INTERPRETER = re.compile(r'pyvenv\.cfg"|gconv-modules\.cache"|locale-archive"|/bin/rdmafork"')
+# Before any code of ours runs, and closed by then; so is what counts the threads at os.fork().
+INTERPRETER = re.compile(
+    r'pyvenv\.cfg"|gconv-modules\.cache"|locale-archive"|/bin/rdmafork"|/proc/self/stat"|'
+    r'/proc/sys/vm/overcommit_memory"'
+)
 CALLED = re.compile(r"^(?:\d+ +)?(\w+)\((.*)$")
 CUT = re.compile(r"^(\d+) +(?:(.*) <unfinished \.\.\.>|<\.\.\. \w+ resumed>(.*))$")
 

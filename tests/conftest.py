@@ -47,6 +47,8 @@ HERE = Path(__file__).resolve().parent
 SLOWNESS = float(os.environ.get("RDMAFORK_TEST_SLOWNESS") or 1)
 TIMEOUT = 300 * SLOWNESS  # seconds, after which a program is taken to hang
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+# How many run the body of each test at once: see test-freethreaded in the Makefile.
+THREADS = int(os.environ.get("RDMAFORK_TEST_THREADS") or 1)
 
 # What would decide for the tests how the engine behaves.
 FOREIGN = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "LD_PRELOAD")
@@ -211,7 +213,9 @@ def serve(jobs, answers):
             value = execute(name, args)
         else:
             function = functools.reduce(getattr, name.split("."), load(path, code))
-            value = inspect.unwrap(function)(*args)
+            body = inspect.unwrap(function)
+            # What a test runs beside itself is one thread's all the same.
+            value = body(*args) if body is function else by_all_threads(body, *args)
         answer = ("returned", value, None)
         packed = pickle.dumps(answer)
     except pytest.skip.Exception as skip:
@@ -351,6 +355,21 @@ def in_threads(functions):
         thread.join()
     if failures:
         raise failures[0]
+
+
+def by_all_threads(function, *args, **named):
+    if THREADS == 1:
+        return function(*args, **named)
+    return in_threads([functools.partial(function, *args, **named)] * THREADS)
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """A test that is not to run in a fresh interpreter, in each of the threads."""
+    if THREADS == 1 or hasattr(pyfuncitem.obj, "__wrapped__"):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    by_all_threads(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in names})
+    return True
 
 
 # ---- memory -----------------------------------------------------------------------------

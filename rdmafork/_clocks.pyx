@@ -1,5 +1,4 @@
 # cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
-# cython: freethreading_compatible=True
 """Loops in C that time a registration, and what it is compared with.
 
 The demo, the tests and the benchmarks stand on this module. Loops run without the GIL, so that

@@ -1,5 +1,4 @@
 # cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
-# cython: freethreading_compatible=True
 """Real pins without RDMA hardware, and what a fork() of them costs.
 
 An io_uring fixed buffer takes the same long-term pins on a process's pages as an

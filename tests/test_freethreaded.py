@@ -6,16 +6,27 @@ With the GIL as without it; without, on CPython built --disable-gil: make test-f
 import ctypes
 import functools
 import gc
+import importlib
 import os
 import random
 import sys
+import sysconfig
 import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import PAGE, both_modes, child, fork_once, fresh, in_threads, private_map
+from conftest import (
+    FREE_THREADED,
+    PAGE,
+    both_modes,
+    child,
+    fork_once,
+    fresh,
+    in_threads,
+    private_map,
+)
 from standin import Builder
 
 import rdmafork
@@ -31,6 +42,25 @@ def swallow(function, *expected):
             pass
 
     return tolerant
+
+
+# ---- the interpreter ---------------------------------------------------------------------
+
+
+def _gil_after_importing(names):
+    for name in names:
+        importlib.import_module(f"rdmafork.{name}")
+    return sys._is_gil_enabled()
+
+
+@pytest.mark.skipif(not FREE_THREADED, reason="this Python does not do without a GIL")
+def test_importing_all_of_it_leaves_the_gil_off(run):
+    """One module that does not declare that it needs none turns the GIL on for all."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    files = Path(rdmafork.__file__).parent.glob(f"*{suffix}")
+    names = sorted(path.name.removesuffix(suffix) for path in files)
+    assert {"_buffer", "_core", "_verbs"} < {*names}
+    assert run(_gil_after_importing, names, env={"PYTHON_GIL": None}) is False
 
 
 # ---- registrations and Buffers -----------------------------------------------------------

@@ -333,7 +333,7 @@ docs: $(BUILT) $(PAGES)	## the documentation, in build/docs/html; a warning is a
 
 # A wheel for glibc 2.28 must not use what later ones have, and what a compiler here finds is this
 # machine's: 2.36 gives pthread_create() the version 2.34. zig has the symbols of every glibc, and
-# needs neither a container nor root. CFLAGS take the place of Python's own, which are these.
+# needs neither a container nor root. CFLAGS, empty too, take the place of Python's own.
 ZIG_CC = $(abspath $(BIN))/python -m ziglang cc -target $(shell uname -m)-linux-gnu.2.28
 PLATFORM = manylinux_2_28_$(shell uname -m)
 
@@ -343,7 +343,7 @@ $(PACKAGERS): pyproject.toml | $(BUILT)
 
 wheel: $(PACKAGERS)	## sdist, and from it a wheel for this Python and glibc 2.28, in dist
 	@rm -rf dist build/wheel && mkdir -p build
-	@CC='$(ZIG_CC)' LDSHARED='$(ZIG_CC) -shared' CFLAGS='-O3 -DNDEBUG -fwrapv $(CFLAGS)' \
+	@CC='$(ZIG_CC)' LDSHARED='$(ZIG_CC) -shared' CFLAGS='$(CFLAGS)' \
 		$(BIN)/pyproject-build -o build/wheel >build/wheel.log 2>&1 || \
 		{ cat build/wheel.log; exit 1; }
 	@PATH="$(abspath $(BIN)):$$PATH" auditwheel -v repair --strip --only-plat --plat $(PLATFORM) \

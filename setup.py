@@ -22,6 +22,8 @@ LINK = (
     "-shared -pthread -Wl,-soname,librdmafork.so -Wl,--version-script=csrc/librdmafork.map "
     "-Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,nodelete"
 ).split()
+# What Python was built with, but for what is only its own: $CFLAGS take the place of all of it.
+OPTIMIZED = "-O3 -DNDEBUG -fwrapv".split()
 # Before $CPPFLAGS, $CFLAGS and $LDFLAGS, so that who builds packages has the last word.
 HARDENED = ["-fstack-protector-strong", "-fno-plt"]
 HARDENED += {
@@ -78,8 +80,11 @@ class build(build_ext):
 
     def build_extensions(self):
         # An Extension's own flags come last, and would be the last word.
-        python = shlex.split(sysconfig.get_config_var("CFLAGS") or "")
-        put_first(self.compiler.compiler_so, hardened(*python))
+        if "CFLAGS" in os.environ:
+            flags = [*OPTIMIZED, *hardened()]
+        else:
+            flags = hardened(*shlex.split(sysconfig.get_config_var("CFLAGS") or ""))
+        put_first(self.compiler.compiler_so, flags)
         put_first(self.compiler.linker_so, HARDENED_LINK)
         super().build_extensions()
 

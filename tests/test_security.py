@@ -175,6 +175,11 @@ def test_who_builds_packages_has_the_last_word(built, cc):
             assert not lands(ctypes.CDLL(str(path)).rf_tiny)
 
 
+def test_flags_of_one_s_own_leave_it_optimized(built):
+    for path in built(compiler, CFLAGS="-g"):
+        assert "fortify" in hardening(path), path  # gcc and clang have it where they optimize
+
+
 # ---- programs with more rights than their user (AT_SECURE) ------------------------------
 
 # Every variable that means something to rdmafork, with what would be noticed.

@@ -403,7 +403,10 @@ lint: lint-c	## every static check; changes nothing
 	@awk '/^```python/ { file = "build/readme/example" ++n ".py"; next } /^```/ { file = "" } \
 		file { print > file }' README.md
 	$(BIN)/mypy $(EXAMPLES)
-	@if $(BIN)/pyright --version >/dev/null 2>&1; then $(BIN)/pyright $(EXAMPLES); \
+	@rm -rf build/typed && $(BIN)/python setup.py -q build_py -d build/typed
+	@if $(BIN)/pyright --version >/dev/null 2>&1; then $(BIN)/pyright $(EXAMPLES) && \
+		{ PYTHONPATH=build/typed $(BIN)/pyright --verifytypes rdmafork --ignoreexternal \
+			>build/typed.log || { cat build/typed.log; exit 1; }; grep score build/typed.log; }; \
 		else echo 'pyright: needs node, and npm the first time'; fi
 	$(BIN)/stubtest rdmafork --mypy-config-file pyproject.toml --ignore-unused-allowlist --allowlist <(printf '%s\n' $(STUBLESS))
 

@@ -6,8 +6,13 @@ from pathlib import Path
 
 from ._harness import draw
 
-*files, directory = map(Path, sys.argv[1:])
-for file in files:
-    found = json.loads(file.read_text())
-    for document in found if isinstance(found, list) else [found]:
-        print(*draw(document, directory), sep="\n")
+
+def main() -> None:
+    *files, directory = map(Path, sys.argv[1:])
+    for file in files:
+        found = json.loads(file.read_text())
+        for document in found if isinstance(found, list) else [found]:
+            print(*draw(document, directory), sep="\n")
+
+
+main()

@@ -40,7 +40,7 @@ BUDGET_NS = 2_000_000
 LEAD = 16 << 20  # around the page: its mapping is one of its own
 PROT_READ = 1
 
-libc = ctypes.CDLL(None, use_errno=True)
+libc: ctypes.CDLL = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 

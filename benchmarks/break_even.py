@@ -18,7 +18,7 @@ import ctypes
 import mmap
 import resource
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import process_time_ns
 from typing import Any
@@ -43,7 +43,7 @@ from ._progress import Progress
 from ._workers import Environment, Skipped, Skips, ask_all, interleave, started
 
 PARAMETERS = ("memory", "pages")
-MEASURES = {
+MEASURES: dict[str, Callable[[float], str]] = {
     "fork_us": lambda us: terminal.milliseconds(us * 1e3),  # until fork() has returned
     "processor_us": lambda us: terminal.milliseconds(us * 1e3),  # of parent and child, to its end
     "saved_ns": "{:,.0f} ns".format,  # of that, by each mark

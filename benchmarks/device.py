@@ -35,7 +35,7 @@ from ._progress import Progress
 from ._workers import Environment, Skipped, Skips, ask_all, interleave, started
 
 PARAMETERS = ("device", "nbytes")
-MEASURES = {
+MEASURES: dict[str, Callable[[float], str]] = {
     "pair_ns": terminal.nanoseconds,
     "system_calls": "{:g}".format,
 }

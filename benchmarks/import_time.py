@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -31,7 +31,7 @@ from ._progress import Progress
 from ._workers import Skipped, Skips, environment
 
 PARAMETERS = ("python",)
-MEASURES = {
+MEASURES: dict[str, Callable[[float], str]] = {
     "start_ns": terminal.milliseconds,
     "over_ns": terminal.milliseconds,
     "threads": "{:,}".format,

@@ -21,7 +21,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from ._progress import Progress
 from ._workers import Skipped, Skips, ask_all, interleave, started
 
 PARAMETERS = ("situation", "nbytes")
-MEASURES = {
+MEASURES: dict[str, Callable[[float], str]] = {
     "pair_ns": terminal.nanoseconds,
     "system_calls": "{:g}".format,
     "instructions": "{:,.0f}".format,
@@ -48,8 +48,8 @@ BUDGET_NS = 2_000_000
 MARGIN = 32 << 20  # around the range: its mapping lies alike whatever its size
 COUNTED_NS, MOST_PAIRS = 10_000_000, 20_000  # the pairs that are counted take so long
 
-protect = ctypes.CDLL(None).mprotect
-protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc: ctypes.CDLL = ctypes.CDLL(None)
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Bench:
@@ -88,7 +88,7 @@ class Bench:
         """
         if self._margin:
             self._margin += 2 * PAGE
-            protect(self._margin, PAGE, mmap.PROT_READ)
+            libc.mprotect(self._margin, PAGE, mmap.PROT_READ)
         if not self._loops:
             self._loops = calibrated(self._pairs, BUDGET_NS)
         return self._pairs(self._loops)

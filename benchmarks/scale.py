@@ -14,7 +14,7 @@ in both modes. A peer that can register no more shows how far it came.
 
 import argparse
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from ._progress import Progress
 from ._workers import Skipped, Skips, Workers, ask_all, interleave, started
 
 PARAMETERS = ("layout", "live")
-MEASURES = {
+MEASURES: dict[str, Callable[[float], str]] = {
     "reached": "{:,}".format,
     "pair_ns": terminal.nanoseconds,
     "pair_after_fork_ns": terminal.nanoseconds,

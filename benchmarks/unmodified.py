@@ -33,9 +33,9 @@ from ._workers import Skipped, Skips
 
 PROGRAM = str(Path(__file__).with_name("_unmodified_program.py"))
 FLOOR = "under exec"
-PEERS = {"alone": [], FLOOR: [sys.executable, "-m", "rdmafork", "exec", "--"]}
+PEERS: dict[str, list[str]] = {"alone": [], FLOOR: [sys.executable, "-m", "rdmafork", "exec", "--"]}
 PARAMETERS = ("program",)
-MEASURES = {
+MEASURES: dict[str, Callable[[float], str]] = {
     "fork_ns": terminal.milliseconds,
     "child_own_bytes": terminal.size,
     "in_place": str,

@@ -51,13 +51,13 @@ class Process:
 
     def __init__(self, pid: int):
         self.pid = pid
-        self.directory = f"/proc/{pid}"
+        self.directory: str = f"/proc/{pid}"
         if pid <= 0 or not os.path.isdir(self.directory):
             if not os.path.exists("/proc/self"):
                 raise OSError(errno.ENOENT, "/proc is not mounted: mount -t proc proc /proc")
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
         with open(f"{self.directory}/comm", errors="replace") as file:
-            self.name = file.read().strip()
+            self.name: str = file.read().strip()
 
     def rows(self) -> Iterator[Row]:
         try:

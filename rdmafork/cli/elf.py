@@ -63,7 +63,7 @@ class Elf:
             raise NotElf(f"{path} is no ELF file")
         order = ">" if self._data[5] == 2 else "<"
         number = int.from_bytes(self._data[18:20], "big" if order == ">" else "little")
-        self.machine = Machine(64 if self._data[4] == 2 else 32, order, number)
+        self.machine: Machine = Machine(64 if self._data[4] == 2 else 32, order, number)
 
     def __enter__(self) -> Elf:
         return self

@@ -9,7 +9,8 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 tar -xzf "$dist"/*.tar.gz --strip-components=1
-rm -r csrc rdmafork setup.py
+# Or the current folder would have it before the wheel does.
+rm -r rdmafork
 "$python" -m venv venv
 venv/bin/python -m pip install -q --disable-pip-version-check "$(echo "$dist"/*.whl)[dev,test,wheel]"
 PATH="$folder/venv/bin:$PATH" TESTED_DIST=$dist venv/bin/python -m pytest "$@"

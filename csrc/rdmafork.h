@@ -3,11 +3,11 @@
  * rdmafork: fork() with registered memory, safe and cheap.
  *
  * RDMA hardware reads and writes the physical pages of a buffer. fork() makes
- * private pages copy-on-write, and on kernels that know of pinned pages copies
- * them for the child: slow, or, on older ones, the parent loses the page the
- * device writes to. This engine keeps registered pages out of the child with
- * madvise(MADV_DONTFORK), and where the kernel's own copying can be trusted it
- * does so in a fork handler: a registration then costs no system call.
+ * private pages copy-on-write, so the parent can lose the page that the device
+ * writes to. Newer kernels copy pinned pages for the child instead, which is slow.
+ * This engine keeps registered pages out of the child by marking them with
+ * madvise(MADV_DONTFORK). Where the kernel's own copying can be trusted as a safety
+ * net, it does so in a fork handler: a registration then costs no system call.
  *
  *	rf_fork_init(RF_MODE_AUTO, &error);
  *	rf_register(address, nbytes, RF_HELD, RF_OMIT, &handle, &error);
@@ -43,14 +43,13 @@ extern "C" {
 enum rf_mode {
 	RF_MODE_NONE = 0,	/* rf_fork_init() has not been called */
 	RF_MODE_AUTO = 1,	/* $RDMAFORK_MODE, else lazy where copying is trusted */
-	RF_MODE_LAZY = 2,	/* advice is applied by the fork handler that needs it */
-	RF_MODE_EAGER = 3,	/* advice is on when rf_register() returns */
+	RF_MODE_LAZY = 2,	/* a fork handler marks the pages, just before the fork */
+	RF_MODE_EAGER = 3,	/* the pages are marked when rf_register() returns */
 };
 
 /*
- * What a child gets of registered private pages. Where registrations with several
- * wishes overlap, a page that one omits is absent, whatever the others say, and one
- * that one wipes is zeros.
+ * What a child gets of registered private pages. Where registrations overlap,
+ * RF_OMIT wins over RF_WIPE, and RF_WIPE over RF_KEEP.
  */
 enum rf_policy {
 	RF_OMIT = 0,		/* nothing: the pages are absent */
@@ -66,11 +65,11 @@ enum rf_policy {
 /* What may be mapped from a descriptor is not for children either. */
 #define RF_MAPPED	4u
 
-/* Causes that need different cures, beside the errno that is returned. */
+/* Why a call failed, where the errno that it returns can have several causes. */
 enum rf_cause {
 	RF_CAUSE_NONE = 0,
 	RF_CAUSE_WRAP,		/* EOVERFLOW: address + nbytes leaves the address space */
-	RF_CAUSE_POLICY,	/* EINVAL: none such; ENOTSUP: RF_KEEP, copying is not trusted */
+	RF_CAUSE_POLICY,	/* EINVAL: unknown; ENOTSUP: RF_KEEP, copying is not trusted */
 	RF_CAUSE_HOLE,		/* ENOMEM: [start, end) of the range is not mapped */
 	RF_CAUSE_VMA_LIMIT,	/* ENOMEM: would take more than half of vm.max_map_count */
 	RF_CAUSE_ENGINE_MEMORY,	/* ENOMEM: the engine's own tables cannot grow */
@@ -84,15 +83,15 @@ enum rf_cause {
 	RF_CAUSE_KERNEL,	/* ENOSYS: no MADV_DONTFORK */
 	RF_CAUSE_OTHER_ENGINE,	/* EEXIST: another copy of librdmafork runs in this process */
 	RF_CAUSE_WIPE,		/* EINVAL: [start, end) cannot be wiped: a file's, huge pages */
-	/* No error: registered, but a child lacks what else is on the page [start, end). */
+	/* No error: registered, but a child lacks other memory on the page [start, end). */
 	RF_CAUSE_SHARED_PAGE,
-	RF_CAUSE_LIBRARY,	/* ENOTSUP: the calls of a libibverbs cannot be taken: text */
+	RF_CAUSE_LIBRARY,	/* ENOTSUP: a libibverbs cannot be intercepted: text */
 };
 
 struct rf_error {
 	enum rf_cause cause;
 	uintptr_t start, end;	/* the range the cause speaks of, page aligned */
-	char text[256];		/* another engine, a library, a variable, what else is there */
+	char text[256];		/* names the engine, library, variable or other memory */
 };
 
 /*
@@ -110,9 +109,9 @@ struct rf_handle {
 RF_API int rf_abi(void);
 
 /*
- * Start protecting registered memory. A second call with the same wishes does
- * nothing. @mode: RF_MODE_AUTO, RF_MODE_LAZY or RF_MODE_EAGER. A forked child
- * inherits the mode and may choose another before it registers.
+ * Start protecting registered memory. A second call with the same mode, or with
+ * RF_MODE_AUTO, does nothing. @mode: RF_MODE_AUTO, RF_MODE_LAZY or RF_MODE_EAGER. A
+ * forked child inherits the mode and may choose another before it registers.
  * -EINVAL (LATE, MODE, ENVIRONMENT), -ENOTSUP, -ENOSYS, -ENOMEM, -EEXIST.
  */
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error);
@@ -122,31 +121,32 @@ RF_API enum rf_mode rf_mode(void);
 
 /*
  * Register [@address, @address + @nbytes). @flags says whether the memory is
- * held: without RF_HELD it may be unmapped before it is released, so advice is
- * applied at once in either mode. The first registration reads RDMAV_FORK_SAFE
+ * held: without RF_HELD it may be unmapped before it is released, so its pages are
+ * marked at once in either mode. The first registration reads RDMAV_FORK_SAFE
  * and IBV_FORK_SAFE; if one is set it calls rf_fork_init() and fails as that does.
  * Returns 1 if the memory is protected, 0 if rf_fork_init() was never called;
- * *@handle names the registration. No bytes at all is a registration of nothing.
- * RF_CAUSE_SHARED_PAGE goes with success: where whole pages leave, children get back
- * what else is on them, but for what fork() itself uses first.
+ * *@handle names the registration. @nbytes may be 0.
+ * RF_CAUSE_SHARED_PAGE goes with success: where whole pages are kept from children,
+ * they are given back other memory on these, except what fork() itself uses first.
  */
 RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 		       enum rf_policy policy, struct rf_handle *handle,
 		       struct rf_error *error);
 
 /*
- * Give a registration back. Pages nobody else registered and that a fork has
- * marked are unmarked before this returns (where the kernel's VMA limit forbids
- * it, as soon as it can be done). -ESTALE: released already. -ECHILD: it is the
- * parent's; no system call is made. -EAGAIN with RF_NOWAIT in @flags.
+ * End a registration. Marked pages that no other registration touches are unmarked
+ * when this returns (where the kernel's VMA limit forbids it, as soon as possible).
+ * -ESTALE: released already. -ECHILD: the parent made it; no system call is made.
+ * -EAGAIN with RF_NOWAIT in @flags. -EDEADLK.
  */
 RF_API int rf_release(struct rf_handle handle, unsigned int flags);
 
 /*
- * This library is libibverbs' fork support, too, where it is found before libibverbs
- * (LD_PRELOAD): ibv_fork_init(), ibv_is_fork_initialized(), ibv_dontfork_range() and
- * ibv_dofork_range(). With @yes, calls of the last two by this thread do nothing: what
- * it has libibverbs register and deregister meanwhile is registered here already.
+ * Where the loader finds this library before libibverbs (LD_PRELOAD), it takes the
+ * place of its fork support: ibv_fork_init(), ibv_is_fork_initialized(),
+ * ibv_dontfork_range() and ibv_dofork_range(). With @yes, calls of the last two by this
+ * thread do nothing, until it is called without: for a caller that registers with
+ * libibverbs what it has registered here itself.
  */
 RF_API void rf_ranges_own(int yes);
 
@@ -174,11 +174,11 @@ struct rf_library {
 };
 
 /*
- * Where this library is not found first: from now on what every libibverbs in the
- * process calls of its own fork support comes here, of those loaded later too, from
- * the next fork, ibv_fork_init() or rf_libraries() on. What they have marked
- * before stays marked. Returns how many are served. -ENOTSUP: one cannot be; those
- * that can are. -EDEADLK.
+ * Where this library is not found first: take over the calls that every libibverbs in
+ * the process makes to its own fork support. Those loaded later follow at the next
+ * fork, ibv_fork_init() or rf_libraries(). What they have marked before stays marked.
+ * Returns how many are served. -ENOTSUP: one cannot be served; the others are.
+ * -EDEADLK.
  */
 RF_API int rf_intercept(struct rf_error *error);
 
@@ -188,7 +188,7 @@ RF_API int rf_intercept(struct rf_error *error);
  */
 RF_API ssize_t rf_libraries(struct rf_library *out, size_t capacity);
 
-/* In words: "ours", and why it is refused, or NULL. */
+/* In words: how its calls arrive ("ours"); why it is refused, or NULL. */
 RF_API const char *rf_library_how_name(uint8_t how);
 RF_API const char *rf_library_why_text(uint8_t why);
 
@@ -201,10 +201,10 @@ RF_API uint32_t rf_generation(void);
 /*
  * A forked child gets /dev/null in the place of descriptor @fd, before fork()
  * returns there: a device's, through which it would reach the parent's objects.
- * With RF_MAPPED in @flags, then or later, private zeros take the place of all that
- * is mapped from its file, as a mapping keeps a file open too: the child looks for
- * them, a microsecond a mapping. Works without rf_fork_init(). In a child of a raw
- * clone() nothing is replaced.
+ * A mapping keeps a file open too: with RF_MAPPED in @flags, in this call or a later
+ * one, private zeros also take the place of all that is mapped from the file. The child
+ * looks for that, a microsecond for each of its mappings. Works without rf_fork_init().
+ * In a child of a raw clone() nothing is replaced.
  * To open a device and name its descriptors without a fork in between:
  *
  *	do {
@@ -212,7 +212,7 @@ RF_API uint32_t rf_generation(void);
  *		open, rf_descriptor_omit()
  *	} while ((!before || rf_forks() != before) && (close, true));
  *
- * rf_descriptor_release() comes before the close. -EBADF, -EMFILE, -ENOMEM,
+ * Call rf_descriptor_release() before closing it. -EBADF, -EMFILE, -ENOMEM,
  * -EDEADLK; -ENOENT: it was not omitted.
  */
 RF_API int rf_descriptor_omit(int fd, unsigned int flags);
@@ -231,7 +231,7 @@ enum rf_protection {
 
 struct rf_range_info {
 	uintptr_t start, end;		/* page aligned, half open */
-	uint32_t registrations;		/* how many touch it */
+	uint32_t registrations;		/* how many touch these pages */
 	uint8_t policy;			/* enum rf_policy in force */
 	uint8_t protection;		/* enum rf_protection */
 	uint16_t reserved;
@@ -258,7 +258,7 @@ struct rf_stats {
 	uint64_t madvise_calls;		/* since fork_init, process_madvise() included */
 	uint64_t query_calls;		/* questions asked of /proc */
 	uint64_t forks;			/* forks through libc seen by the handlers */
-	uint64_t forks_unprepared;	/* inside the engine, or waiting for it in vain */
+	uint64_t forks_unprepared;	/* while the engine was busy: nothing new was marked */
 	uint64_t engine_bytes;		/* memory the engine's tables take */
 	uint64_t ibv_ranges;		/* registrations that ibv_dontfork_range() made, live */
 	uint64_t ibv_calls;		/* of ibv_dontfork_range() and ibv_dofork_range() */

@@ -50,9 +50,9 @@ def refusal(error: int, start: int, nbytes: int, flags: int, place: str) -> OSEr
     elif error == errno.EINVAL and flags & NEEDS_LOCAL_WRITE and not flags & Access.LOCAL_WRITE:
         cause = "REMOTE_WRITE and REMOTE_ATOMIC need LOCAL_WRITE too"
     elif error in (errno.EINVAL, errno.EOPNOTSUPP):
-        cause = "the device does not have this access"
+        cause = "the device does not support this access: ask for less"
     else:
-        cause = "the device refuses it"
+        cause = "the device refuses it; dmesg may say why"
     return OSError(
         error,
         f"cannot register 0x{start:x}-0x{end:x} ({nbytes} bytes, access {access_text(flags)}) "
@@ -65,7 +65,7 @@ def memory_cause(nbytes: int) -> str:
     found = re.search(r"VmPin:\s*(\d+) kB", _proc_self("status"))
     pinned = int(found[1]) << 10 if found else 0
     if limit == resource.RLIM_INFINITY or pinned + nbytes <= limit:
-        return "the kernel or the device is out of memory for it"
+        return "the kernel or the device is out of memory for it: register less at once"
     return (
         f"RLIMIT_MEMLOCK allows this process {limit} pinned bytes and {pinned} are; raise it: "
         f"ulimit -l, LimitMEMLOCK= of its systemd unit, memlock in limits.conf"
@@ -87,7 +87,7 @@ def mapping_cause(start: int, end: int, flags: int) -> str:
         at = last
     if maps and at < end:
         return f"nothing is mapped at 0x{at:x}"
-    return "the device cannot pin this kind of mapping"
+    return "the device cannot pin this kind of mapping: register ordinary memory"
 
 
 def _proc_self(name: str) -> str:

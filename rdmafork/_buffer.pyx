@@ -104,32 +104,34 @@ cdef char *BYTES = b"B"  # as struct has it
 @cython.final
 @cython.no_gc_clear
 cdef class Buffer(Registration):
-    """Private memory of its own, registered for life. Zeroed; a context manager.
+    """Zeroed memory in pages of its own, registered from the start until close().
 
-    nbytes: the length of its views; the pages behind them are whole, and nobody
-    else's. Guard pages before and after fault when touched.
+    It is a Registration, and a context manager.
 
-    page_size: None, base pages, and from 2 MiB on aligned and advised to become
-    transparent huge pages (a tenth of the page faults and less, where the kernel
-    has them); the base page size, base pages only; one of
-    kernel_info().huge_page_sizes, huge pages of the kernel's pool.
+    nbytes: the length of its views. The memory behind them takes whole pages, which
+    nothing else shares, between guard pages that fault when touched.
+
+    page_size: None, base pages, or from 2 MiB on memory that is aligned and advised to
+    become transparent huge pages (which take a tenth of the page faults or less); the
+    base page size, base pages only; one of kernel_info().huge_page_sizes, huge pages
+    of the kernel's pool.
 
     on_fork: what a child gets of the memory, as register() takes it.
 
     It has the buffer protocol, writable: memoryview(buffer), numpy.frombuffer(),
-    torch.frombuffer(), socket.recv_into(). Registering any part of it, at a device
-    or with register(), takes no system call for fork()'s sake and no VMA. It counts
-    as a registration made where it is made: before fork_init() it is not protected,
-    and warns once.
+    torch.frombuffer(), socket.recv_into(). Registering any part of it again, with a
+    device or with register(), needs no system call to protect it and no further
+    mapping. Making one is a registration: before fork_init() it is not protected,
+    and gives a warning once.
 
-    Any thread may use and close it. Collected without close(), the memory goes
-    when the last view has gone. In a forked child new views raise InheritedError,
-    views the child inherited fault (or read zeros, or a copy), and closing or
-    collecting it does nothing; a child may make its own.
+    Any thread may use and close it. If it is never closed, the memory is freed with
+    the last view. In a forked child, making views raises InheritedError, touching
+    inherited views faults (or they read zeros, or a copy, as on_fork says), and
+    closing or collecting it does nothing. A child may make Buffers of its own.
 
     ValueError: nbytes below 1; a page size the kernel does not have. OverflowError:
     more than an address space. OSError ENOMEM: not enough memory, or huge pages;
-    and as register(). After any failure nothing is mapped or registered.
+    others as for register(). After any failure nothing is mapped or registered.
 
     Source: mmap(2), MAP_HUGETLB; madvise(2), MADV_HUGEPAGE.
     """
@@ -200,10 +202,10 @@ cdef class Buffer(Registration):
         return <Py_ssize_t>self.length
 
     def close(self):
-        """Give the registration back, then the memory. A second call does nothing.
+        """End the registration and free the memory. A second call does nothing.
 
-        BufferError: views of it are exported (memoryviews, arrays, registrations
-        made of it); then nothing has changed.
+        BufferError: views of it exist (memoryviews, arrays, registrations); then
+        nothing has changed. OSError: EDEADLK as for Registration.close().
         """
         cdef Py_ssize_t exports
         cdef int rc
@@ -226,13 +228,14 @@ cdef class Buffer(Registration):
             begin_exports(&self.exports)
             set_flag(&self.open, True)
             raise OSError(
-                EDEADLK, "called by a signal handler that interrupted rdmafork itself")
+                EDEADLK, "called by a signal handler that interrupted rdmafork itself; call it "
+                "again when the handler has returned")
         if rc:
             raise OSError(-rc, f"{self!r} stays mapped: {os.strerror(-rc)}; is it sealed?")
 
     @property
     def obj(self):
-        """Itself: nobody else holds the memory."""
+        """The Buffer itself: no other object holds the memory."""
         check_usable(self)
         return self
 

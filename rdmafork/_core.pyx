@@ -144,14 +144,14 @@ cdef inline void retire(Guard guard) noexcept:
 @cython.freelist(64)
 @cython.no_gc_clear  # Clearing would drop the buffer without releasing it.
 cdef class Registration:
-    """Memory that fork() leaves alone, from register() until close().
+    """Memory whose pages fork() does not move, from register() until close().
 
-    It holds its buffer, so the memory can be neither freed nor resized by Python
-    while the registration lives. A context manager. Closed by the garbage
-    collector at the latest. Any thread may use and close it.
+    It holds its buffer: until it is closed, Python can neither free nor resize the
+    memory. It is a context manager, and closed by the garbage collector at the
+    latest. Any thread may use and close it.
 
-    In a forked child it raises InheritedError when used; closing it there does
-    nothing and makes no system call.
+    In a forked child using it raises InheritedError; closing it there does nothing
+    and makes no system call.
     """
 
     def __init__(self):
@@ -169,10 +169,11 @@ cdef class Registration:
         raise TypeError("a Registration cannot be pickled: it names memory of this process")
 
     def close(self):
-        """Give the registration back and let go of the buffer.
+        """End the registration and let go of the buffer.
 
-        Pages nobody else registered are ordinary memory again when this returns.
-        A second call does nothing.
+        When this returns, pages that no other registration touches are ordinary memory
+        again. A second call does nothing. OSError: EDEADLK called by a signal handler
+        inside rdmafork; the registration stays open.
         """
         if HAS_LOCKS and self.slot.generation != rf_generation():
             if clear_flag(&self.open):
@@ -221,18 +222,18 @@ cdef class Registration:
 
     @property
     def protected(self):
-        """False if it was registered before fork_init()."""
+        """False if the memory was registered before fork_init()."""
         check_usable(self)
         return self.is_protected
 
     @property
     def closed(self):
-        """close() has been called."""
+        """True once close() has been called."""
         return not is_set(&self.open)
 
     @property
     def inherited(self):
-        """It is the parent's, and this is a forked child."""
+        """True in a forked child, if the parent made this registration."""
         return self.slot.generation != rf_generation()
 
     def __repr__(self):
@@ -345,7 +346,7 @@ cdef int warn_shared_page(Registration self, rf_error *error) except -1:
     warnings.warn(
         f"forked children lack the page 0x{error.start:x}, on which the {self.length} bytes "
         f"registered at 0x{self.start:x} begin or end, and with it {error.text.decode()}; they may "
-        f"die of that. Register a rdmafork.Buffer, which shares its pages with nothing",
+        f"crash. Register a rdmafork.Buffer, which shares its pages with nothing",
         SharedPageWarning)
     return 0
 
@@ -398,22 +399,22 @@ cdef int hold(Registration self, object buffer) except -1:
 def register(buffer, *, on_fork="omit"):
     """Register a buffer, so that fork() neither moves nor copies its pages.
 
-    buffer: anything contiguous with the buffer protocol, read-only or writable,
-    or a CPU tensor with ``__dlpack__``. An empty one is a registration of nothing.
+    buffer: any contiguous object with the buffer protocol, read-only or writable,
+    or a CPU tensor with ``__dlpack__``. It may be empty.
 
     on_fork: what a child gets of the pages the registration fills. "omit":
     nothing, they are absent. "wipe": zeros; private anonymous memory only. "keep":
-    a copy, which the kernel makes, so fork() takes its time. Where registrations
-    overlap, omit comes before wipe before keep. Shared memory stays shared.
+    a copy, which the kernel makes, so fork() is slow. Where registrations overlap,
+    omit wins over wipe, and wipe over keep. Shared memory stays shared.
 
-    Lazy mode makes no system call: the next fork() marks the pages. Eager mode
-    marks them before this returns, as "wipe" does in either. May be called from
-    any thread, and between fork handlers.
+    In lazy mode this makes no system call: the next fork() marks the pages. In
+    eager mode, and with "wipe" in either mode, they are marked when this returns.
+    May be called from any thread, and in fork handlers.
 
-    TypeError: no memory of this process. BufferError: not contiguous. OSError:
-    the pages cannot be protected (eager); EINVAL "wipe" of a file's, shared or
-    huge pages; ENOTSUP "keep" of private memory where the kernel's copying cannot
-    be trusted. Then nothing has changed.
+    TypeError: not memory of this process. BufferError: not contiguous. OSError:
+    the pages cannot be protected (eager mode); EINVAL "wipe" of a file's, shared
+    or huge pages; ENOTSUP "keep" of private memory where the kernel's copying
+    cannot be trusted. After an error nothing has changed.
 
     Source: madvise(2), MADV_DONTFORK, MADV_WIPEONFORK; Linux mm/memory.c,
     copy_present_page().
@@ -429,8 +430,8 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
     """Register nbytes of memory at an address.
 
     owner: an object that keeps the memory mapped while it lives; the registration
-    holds it. Without one the memory might be unmapped any time, so its pages are
-    marked before this returns, in lazy mode too.
+    holds a reference to it. Without one the memory might be unmapped at any time, so
+    its pages are marked when this returns, in lazy mode too.
 
     Raises as register() does; ValueError for a negative number, OverflowError
     when address + nbytes leaves the address space.
@@ -467,26 +468,26 @@ def _load_all():
 def fork_init(mode="auto", *, intercept=False):
     """Start protecting registered memory, before the first registration.
 
-    mode: "lazy", a fork handler marks pages just before the fork() that needs it,
-    and a registration costs no system call; "eager", pages are marked at every
-    registration; "auto", $RDMAFORK_MODE if set, else lazy where the kernel's own
-    copying of pinned pages can be trusted as a safety net (Linux 5.19 and later),
-    else eager. It needs no RDMA.
+    mode: "lazy", a fork handler marks pages, for the kernel to keep them from the
+    child, just before a fork(), and a registration costs no system call; "eager",
+    pages are marked at every registration; "auto", $RDMAFORK_MODE if set, else lazy
+    where the kernel's own copying of pinned pages can be trusted as a safety net
+    (Linux 5.19 and later), else eager. No RDMA is needed.
 
-    intercept: what every libibverbs in this process, loaded now or later, asks of its
-    own fork support comes here: the memory that other libraries register (pyverbs, UCX,
-    NCCL) is protected too, and counted in stats(). What they registered before is
-    theirs to protect. One that is loaded later is noticed at the next fork() or
-    stats(), so load them first, or run the program by "rdmafork exec".
+    intercept: take over the calls that every libibverbs in this process, loaded now
+    or later, makes to its own fork support: memory that other libraries register
+    (pyverbs, UCX, NCCL) is protected too, and counted in stats(). rdmafork does not
+    protect what they registered before. A libibverbs that is loaded later is noticed
+    at the next fork() or stats(), so load it first, or use "rdmafork exec".
 
-    A second call with the same wishes, or with none, does nothing. A forked child
+    A second call with the same mode, or with "auto", does nothing. A forked child
     inherits the mode, and may choose another before it registers anything.
 
-    ValueError: no such mode. OSError: ENOTSUP the calls of a libibverbs cannot be
-    taken, and its own fork support is left as it is; the engine runs, and has the
-    others' calls. EINVAL after a registration, even if it is
-    closed since, or with other wishes than before; ENOTSUP lazy on a kernel that
-    does not copy; ENOSYS no MADV_DONTFORK; EEXIST a second copy of the engine
+    ValueError: no such mode. OSError: EINVAL something was registered before, even
+    if it is closed by now, or another mode is in force; ENOTSUP lazy on a kernel
+    that does not copy; ENOTSUP with intercept: the calls of a libibverbs cannot be
+    taken over, so its own fork support stays in force; rdmafork runs all the same and
+    serves the others; ENOSYS no MADV_DONTFORK; EEXIST a second copy of rdmafork
     runs in this process; ENOMEM.
 
     Source: ibv_fork_init(3).
@@ -512,7 +513,8 @@ def fork_init(mode="auto", *, intercept=False):
         release = kernel.release.decode("ascii", "replace")
         warnings.warn(
             f"Linux {release} copies pinned pages at fork, but can lose them when pages "
-            f"migrate meanwhile; lazy mode relies on that copying (5.19 and later, or eager)",
+            f"migrate meanwhile, and lazy mode relies on that copying; use eager mode, or Linux "
+            f"5.19 or later",
             RuntimeWarning)
 
 
@@ -528,10 +530,10 @@ def is_fork_initialized():
 
 
 def protected_ranges():
-    """The pages registrations touch and what protects them, by address.
+    """The pages that registrations touch and what protects them, by address.
 
-    Each element is a ProtectedRange. Takes time in proportion to the
-    registrations; other threads wait for it.
+    Each element is a ProtectedRange. The call takes time in proportion to the
+    number of registrations; other threads that register or release wait for it.
     """
     from rdmafork._results import ProtectedRange
     cdef rf_range_info *out = NULL
@@ -651,18 +653,23 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
             f'{what}on_fork="wipe" is for private anonymous memory in base pages, which '
             f'0x{error.start:x}-0x{error.end:x} is not; use "omit"')
     elif cause == RF_CAUSE_HOLE:
-        text = f"{what}nothing is mapped at 0x{error.start:x}-0x{error.end:x}"
+        text = (
+            f"{what}nothing is mapped at 0x{error.start:x}-0x{error.end:x}; register memory "
+            f"before it is freed, and only as much as there is")
     elif cause == RF_CAUSE_VMA_LIMIT:
         text = (
             f"{what}it would take the process past half of vm.max_map_count "
             f"({kernel_info().max_map_count}), or the kernel is out of mappings; raise it with "
             f"sysctl vm.max_map_count, or register fewer and larger buffers")
     elif cause == RF_CAUSE_ENGINE_MEMORY:
-        text = f"{what if length else ''}no memory for rdmafork's own tables"
+        text = (
+            f"{what if length else ''}no memory for rdmafork's own tables; free some, or raise "
+            f"the limit (ulimit -v, the control group's)")
     elif cause == RF_CAUSE_REFUSED:
         text = (
             f"{what}madvise(MADV_DONTFORK) refuses 0x{error.start:x}-0x{error.end:x} "
-            f"({os.strerror(-rc)}); a sealed or a device's mapping cannot be protected")
+            f"({os.strerror(-rc)}); a sealed or a device's mapping cannot be protected: "
+            f"copy the data to ordinary memory, and register that")
     elif cause == RF_CAUSE_NO_PROC:
         text = (
             f"{what}its page size is needed and /proc/self/maps cannot be read "
@@ -674,7 +681,7 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
     elif cause == RF_CAUSE_MODE:
         text = (
             f"fork_init(mode={mode!r}): the engine runs in mode {MODE_NAMES.get(rf_get_mode())!r} "
-            f"already, and registrations depend on it; agree on one, or name none")
+            f"already, and registrations depend on it; use the same mode everywhere, or name none")
     elif cause == RF_CAUSE_ENVIRONMENT:
         text = (
             f"{error.text.decode('utf-8', 'replace')} in the environment means nothing; "
@@ -684,7 +691,7 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
             f"lazy mode relies on a kernel that copies pinned pages at fork, and "
             f"{kernel_info().release} does not; use eager")
     elif cause == RF_CAUSE_KERNEL:
-        text = "this kernel has no madvise(MADV_DONTFORK)"
+        text = "this kernel has no madvise(MADV_DONTFORK), which rdmafork needs (Linux 2.6.17)"
     elif cause == RF_CAUSE_OTHER_ENGINE:
         text = (
             f"another copy of rdmafork runs in this process, "
@@ -692,12 +699,14 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
             f"load one only")
     elif cause == RF_CAUSE_LIBRARY:
         text = (
-            f"the calls of a libibverbs cannot be taken: {error.text.decode('utf-8', 'replace')}; "
-            f"run the program by rdmafork exec, or call fork_init(intercept=True) before anything "
-            f"calls ibv_fork_init() and without RDMAV_FORK_SAFE and IBV_FORK_SAFE, or register() "
-            f"the same memory here too")
+            f"the calls of a libibverbs cannot be taken over: "
+            f"{error.text.decode('utf-8', 'replace')}; run the program by rdmafork exec, or call "
+            f"fork_init(intercept=True) before anything calls ibv_fork_init() and without "
+            f"RDMAV_FORK_SAFE and IBV_FORK_SAFE, or register() the same memory here too")
     elif rc == -EDEADLK:
-        text = "called by a signal handler that interrupted rdmafork itself"
+        text = (
+            "called by a signal handler that interrupted rdmafork itself; call it again when "
+            "the handler has returned")
     else:
         text = f"{what if length else ''}{os.strerror(-rc)}"
     return OSError(-rc, text)

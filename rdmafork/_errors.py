@@ -2,25 +2,29 @@
 
 
 class InheritedError(RuntimeError):
-    """Used in a forked child: an object that belongs to the parent process.
+    """A forked child used an object that belongs to the parent process.
 
-    The memory it names is absent here. Register afresh in the child.
+    The message says what the child has of the memory. Register, or open the device,
+    afresh in the child.
     """
 
     __module__ = "rdmafork"
 
 
 class UnprotectedWarning(RuntimeWarning):
-    """Memory was registered before fork_init(): a fork() may take its pages away."""
+    """Memory was registered before fork_init(), so a fork() may move its pages.
+
+    Call fork_init() first, or set RDMAV_FORK_SAFE=1.
+    """
 
     __module__ = "rdmafork"
 
 
 class SharedPageWarning(RuntimeWarning):
-    """Memory was registered on a page that forked children need, and will not have.
+    """Memory was registered on a page that forked children need, and will lack.
 
-    Only where whole pages leave children: on kernels whose copying at fork cannot be
-    trusted, and with RDMAFORK_EDGES=whole.
+    This happens only where whole pages are kept from children: on kernels whose copying
+    at fork cannot be trusted, and with RDMAFORK_EDGES=whole. Register a Buffer instead.
     """
 
     __module__ = "rdmafork"

@@ -24,7 +24,8 @@ class ProtectedRange(NamedTuple):
     protected_by: str | None
     """ "advice": absent from children, or zeros (``dc``, ``wf`` in VmFlags of /proc/self/smaps).
     "kernel": the kernel copies them at fork. "pending": the next fork() decides.
-    "shared": shared memory, which fork() never moves. None before fork_init()."""
+    "shared": shared memory, which fork() never moves. None: nothing, it was registered
+    before fork_init()."""
 
     def __repr__(self) -> str:
         return (
@@ -35,15 +36,15 @@ class ProtectedRange(NamedTuple):
 
 
 class InterceptedLibrary(NamedTuple):
-    """A libibverbs in this process, and how its calls come here; see fork_init()."""
+    """A libibverbs in this process, and how its calls reach rdmafork; see fork_init()."""
 
     path: str
-    needed_by: str | None  #: an object that names it as needed, as far as one does
+    needed_by: str | None  #: a library that was linked with it, or None
     how: str
-    """ "ours": by itself, as rdmafork comes first (LD_PRELOAD). "rewritten": the slots it calls
-    through were another's. "patched": it has none, and a jump lies over the two functions.
-    "refused": neither can be, and its own fork support stays as it is."""
-    why: str | None  #: it is refused
+    """ "ours": the loader has sent them here (LD_PRELOAD). "rewritten": rdmafork has changed the
+    slots that it calls through. "patched": it has no slots, and a jump lies over its two functions.
+    "refused": neither is possible, and its own fork support stays as it is."""
+    why: str | None  #: the reason if it is refused
 
 
 class Stats(NamedTuple):
@@ -55,7 +56,7 @@ class Stats(NamedTuple):
     ranges: int  #: distinct page ranges counted
     marked_ranges: int  #: runs of pages that are marked in the kernel
     marked_bytes: int
-    vmas: int  #: at most so many mappings more than without the marks
+    vmas: int  #: mappings that the marks add, at most
     vma_budget: int  #: half of vm.max_map_count: no mark goes beyond it
     left_ranges: int  #: ranges left to the kernel's copying
     left_bytes: int
@@ -63,10 +64,10 @@ class Stats(NamedTuple):
     madvise_calls: int  #: system calls made, since the process began
     query_calls: int  #: questions asked of /proc
     forks: int  #: through libc, since fork_init()
-    forks_unprepared: int  #: beside these, inside the engine, or after waiting for it in vain
+    forks_unprepared: int  #: besides these, while the engine was busy: nothing new was marked
     engine_bytes: int  #: memory the engine's own tables take
     ibv_ranges: int  #: registrations made by others through ibv_dontfork_range(), live
-    ibv_calls: int  #: of ibv_dontfork_range() and ibv_dofork_range(), that came here
+    ibv_calls: int  #: calls of ibv_dontfork_range() and ibv_dofork_range() that came here
     ibv_unbalanced: int  #: of these, releases of what was not registered
     ibv_libraries: tuple[InterceptedLibrary, ...]  #: since fork_init(intercept=True)
 

@@ -228,14 +228,15 @@ cdef class Context(Parent):
     """An open RDMA device. A context manager.
 
     device: a name, "mlx5_0" for example, or a Device. OSError: ENODEV no such
-    device (any more); ELIBACC libibverbs is not installed; else what keeps this
-    process from using it, as Device.problem says; EAGAIN forks follow one another
-    so closely that it cannot be opened between two.
+    device (any more); ELIBACC libibverbs is not installed; EAGAIN forks follow one
+    another so closely that it cannot be opened between two; others say what keeps
+    this process from using the device, as Device.problem does.
 
-    Closing it closes what was made from it, first. Any thread may use and close
-    it; a close waits for registrations under way in others. In a forked child it
-    raises InheritedError when used, makes no verbs call, and its descriptors are
-    /dev/null before fork() returns there; a child may open the device afresh.
+    Closing it first closes what was made from it. Any thread may use and close
+    it; a close waits for registrations under way in other threads. In a forked
+    child using it raises InheritedError, it makes no verbs call, and its
+    descriptors are /dev/null before fork() returns; a child may open the device
+    afresh.
 
     Source: ibv_open_device(3).
     """
@@ -275,7 +276,7 @@ cdef class Context(Parent):
 
     @property
     def address(self):
-        """The struct ibv_context's, for other code's verbs calls while this is open."""
+        """The address of its struct ibv_context, for other verbs code while this is open."""
         enter(self)
         try:
             expect_queues(self)
@@ -366,7 +367,7 @@ cdef ibv_context *open_between_forks(bytes name, object guid) except NULL:
 cdef class ProtectionDomain(Parent):
     """What regions and queue pairs must share to work together. A context manager.
 
-    Made by Context.alloc_pd(), or by from_address() of other code's. Threads,
+    Made by Context.alloc_pd(), or by from_address() from one of other code. Threads,
     forks and closing: as Context.
 
     Source: ibv_alloc_pd(3).
@@ -392,9 +393,9 @@ cdef class ProtectionDomain(Parent):
     def from_address(address, *, owner=None):
         """The protection domain at a struct ibv_pd's address, of other code.
 
-        It is not closed with this object, must live longer, and owner is held
-        meanwhile. What its context's descriptors are in a child is that code's
-        to say; the regions made here are as any other.
+        Closing this object does not close that domain, which must live longer; owner
+        is held meanwhile. rdmafork does not replace the descriptors of its context in
+        children. Regions made here are as any others. ValueError: address 0.
         """
         cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
         cdef uintptr_t pd = index(address)
@@ -437,7 +438,7 @@ cdef class ProtectionDomain(Parent):
 
     @property
     def address(self):
-        """The struct ibv_pd's, for other code's verbs calls while this is open."""
+        """The address of its struct ibv_pd, for other verbs code while this is open."""
         enter(self)
         try:
             if self.context is not None:
@@ -453,11 +454,11 @@ cdef class ProtectionDomain(Parent):
         None is LOCAL_WRITE where the buffer is writable, else none.
 
         The pages are protected before the device pins them. ON_DEMAND regions pin
-        nothing and are not protected. After any failure neither is left.
+        nothing and are not protected. After any failure nothing is registered.
 
-        BufferError: write access to a read-only buffer. OSError, naming range,
+        BufferError: write access to a read-only buffer. OSError, which names range,
         access and likely cause: ENOMEM, often RLIMIT_MEMLOCK; EFAULT, not mapped
-        or not writable; EINVAL, EOPNOTSUPP, access the device does not have.
+        or not writable; EINVAL, EOPNOTSUPP, access that the device does not support.
 
         Source: ibv_reg_mr(3).
         """
@@ -566,10 +567,10 @@ cdef class MemoryRegion(Registration):
             drop_child(self.domain, &self.link)
 
     def close(self):
-        """Deregister it, then give protection and buffer back. A second call does nothing.
+        """Deregister it, then end protection and let go of the buffer.
 
-        OSError: the device refuses (EBUSY: memory windows are bound to it); then
-        it is registered as before.
+        A second call does nothing. OSError: the device refuses (EBUSY: memory windows
+        are bound to it); then it is registered as before.
         """
         cdef int rc = close_region(self)
         if rc:

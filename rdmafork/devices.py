@@ -311,8 +311,8 @@ class Device(_Record):
     """An RDMA device as the kernel knows it; see get_device_list().
 
     Its attributes are what they were when it was listed; ports is read anew each time. It holds
-    nothing and need not be closed, and devices are equal by name and node GUID. An attribute of
-    which the file holds nonsense raises OSError, with the file, when it is asked for.
+    nothing and need not be closed. Devices are equal if name and node GUID are. An attribute whose
+    file makes no sense raises OSError, which names the file, when it is asked for.
     """
 
     __slots__ = ("_path", "_problem_errno")
@@ -332,7 +332,7 @@ class Device(_Record):
     numa_node: int | None
     pci_address: str | None  #: "0000:3b:00.0"
     netdev: str | None  #: the network interface it belongs to
-    problem: str | None  #: why this process cannot use it, and the cure
+    problem: str | None  #: why this process cannot use it, and what to do
 
     def __init__(self, values: dict[str, object], path: str, problem_errno: int | None):
         super().__init__(values)
@@ -372,7 +372,7 @@ class Device(_Record):
         return tuple(found)
 
     def open(self) -> Context:
-        """Context(self): the device opened through libibverbs."""
+        """Open the device through libibverbs: Context(self)."""
         from rdmafork._verbs import Context
 
         return Context(self)
@@ -697,16 +697,16 @@ def find_device(device: str | Device) -> Device:
 def get_device_list(*, all: bool = False) -> list[Device]:
     """The RDMA devices that this process can use, in the kernel's order; every call reads anew.
 
-    all: those too that the kernel knows and this process cannot use; Device.problem says why,
-    with the cure. The list is empty where there are none. There is nothing to free: a device
-    stays openable for as long as it exists, and an open one outlives the list.
+    all: include devices that this process cannot use; Device.problem says why, and what to do.
+    The list is empty if there are none. There is nothing to free: a Device can be opened for as
+    long as the device exists, and an open one outlives the list.
 
-    OSError: ENOSYS, no RDMA in this kernel; EPERM, not with all: there are devices, none of them
-    usable, and each for want of permission; ENOMEM. DeviceWarning, where IBV_SHOW_WARNINGS has
-    any value, for each device without a userspace driver. SYSFS_PATH stands for /sys. Both are
-    ignored in a program that runs with more than its user's rights (AT_SECURE).
+    OSError: ENOSYS, no RDMA in this kernel; EPERM, not with all: there are devices, and only
+    permission keeps this process from each of them; ENOMEM. DeviceWarning, if IBV_SHOW_WARNINGS
+    has any value, for each device without a userspace driver. SYSFS_PATH names a directory to
+    read in place of /sys. Both variables are ignored in a set-uid program (AT_SECURE).
 
-    Works without libibverbs, any thread, in a forked child too. See ibv_get_device_list(3).
+    Works without libibverbs, in any thread and in a forked child. See ibv_get_device_list(3).
     """
     devices = _list()
     usable = [device for device in devices if device.problem is None]

@@ -90,8 +90,8 @@ def parser(name: str) -> argparse.ArgumentParser:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rows and rounds: seconds")
-    parser.add_argument("--json", metavar="FILE", help="write all that was measured; -: print it")
-    parser.add_argument("--plot", metavar="DIR", type=Path, help="draw it there, with matplotlib")
+    parser.add_argument("--json", metavar="FILE", help="write measurements as JSON; - prints them")
+    parser.add_argument("--plot", metavar="DIR", type=Path, help="draw figures, with matplotlib")
 
 
 def run(name: str, argv: Sequence[str]) -> Document:

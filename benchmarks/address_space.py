@@ -2,10 +2,10 @@
 
 python -m rdmafork.benchmarks.address_space [--quick] [--json FILE] [--plot DIR]
 
-A pair of register + release of a new page, in a process that has so many mappings more, at lower
-addresses, and little memory; and in one that has so much resident memory, in one mapping, and few
-mappings. Nanoseconds. Peers: the two system calls alone (the floor); libibverbs' fork support,
-also with RDMAV_HUGEPAGES_SAFE, for which it reads /proc/self/smaps; rdmafork in both modes.
+Nanoseconds of register + release of a new page: in a process with many more mappings, at lower
+addresses, but little memory; and in one with much resident memory but few mappings. Peers: the two
+system calls alone (the floor); libibverbs' fork support, also with RDMAV_HUGEPAGES_SAFE, for which
+it reads /proc/self/smaps; rdmafork in both modes.
 """
 
 import argparse

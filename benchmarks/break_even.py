@@ -7,10 +7,9 @@ through io_uring: fork() with the runs left to the kernel (the floor) and marked
 madvise(MADV_DONTFORK), in turns in one process, so that nothing but the marks differs; registered
 with rdmafork, lazily, whose children reserve the addresses too; and with nothing pinned. What a
 fork costs is the processor's time that parent and child take until the child, which does nothing,
-has ended: pages that were copied and mappings that were inherited have to go again, and what else
-runs takes time of its own. A mark pays in the long run when such a fork costs less with it. What
-the engine marks is read from protected_ranges(), so that the threshold it has stands beside those
-measured.
+has ended: copied pages and inherited mappings have to be freed again. A mark pays when such a fork
+costs less with it. What the engine marks is read from protected_ranges(), so that its own threshold
+stands beside those measured.
 """
 
 import argparse

@@ -162,7 +162,7 @@ class Bench:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="NAME", help="the first usable one by default")
+    parser.add_argument("--device", metavar="NAME", help="default: the first usable one")
 
 
 def chosen(name: str | None) -> str:

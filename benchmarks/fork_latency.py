@@ -4,8 +4,8 @@ python -m rdmafork.benchmarks.fork_latency [--quick] [--json FILE] [--plot DIR] 
 
 Private memory is pinned through io_uring, as a memory region pins it: one buffer, of base pages,
 transparent huge pages or those of the pool; and many unaligned buffers of eight pages each. Each
-peer has a process of its own, and in each round registers all anew and forks: children that run
-/bin/true, one that writes to 16 MiB of other memory, and one that waits until it has been weighed.
+peer has a process of its own. In each round it registers everything anew and forks: children that
+run /bin/true, one that writes to 16 MiB of other memory, and one whose memory is measured.
 The peers: nothing (the kernel copies what is pinned), madvise() of the same whole pages and no
 more (the floor), libibverbs, rdmafork lazily, eagerly, and lazily with whole pages, where the child
 is given back what lies beside registered bytes. A row says how many rounds it had: large memory
@@ -56,7 +56,7 @@ MEASURES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pages", nargs="+", choices=PAGES, default=PAGES, metavar="KIND",
-                        help=f"of {', '.join(map(repr, PAGES))}; all by default")  # fmt: skip
+                        help=f"some of {', '.join(map(repr, PAGES))}; default: all")  # fmt: skip
 
 
 def half_of_memory() -> int:

@@ -7,13 +7,13 @@ A pair of both, over and over, on private memory that is
     overlapping  registered to its half, or its one page
     adjacent     directly behind what is registered
     inside       in the middle of a registered arena (of rdmafork's own: a Buffer)
-    same         registered already: nothing is left to do but to count
-    huge pages   new, one huge page of the pool (as root, a few are reserved where there are none)
-Peers: the system calls without any counting (the floor), and one that does nothing; libibverbs'
-fork support, also with RDMAV_HUGEPAGES_SAFE; rdmafork in both modes; and the least that Python
-takes to hold a buffer and let it go, memoryview(b).release(). Loops in C, or where it says so in
-Python. Nanoseconds of a pair; for one page its system calls, counted by strace, and for a new one
-its instructions of user space, by the processor's counter or by callgrind.
+    same         registered already: there is only counting left to do
+    huge pages   new, one huge page of the pool (as root, a few are reserved if there are none)
+Peers: the system calls without any counting (the floor); a system call that does nothing;
+libibverbs' fork support, also with RDMAV_HUGEPAGES_SAFE; rdmafork in both modes; and the least
+that Python takes to hold a buffer and let it go, memoryview(b).release(). Loops in C, or where it
+says so in Python. Nanoseconds of a pair; for one page its system calls, counted by strace, and for
+a new one its instructions of user space, by the processor's counter or by callgrind.
 """
 
 import argparse
@@ -103,7 +103,7 @@ class Bench:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", type=int, nargs="+", metavar="BYTES", help="rather than these")
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="BYTES", help="instead of these")
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Result:

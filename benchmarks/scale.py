@@ -2,12 +2,12 @@
 
 python -m rdmafork.benchmarks.scale [--quick] [--json FILE] [--plot DIR]
 
-So many registrations are made and kept, of pages that are present and, where io_uring allows it,
-pinned. "arena": pieces of 64 KiB inside one registered arena of 64 MiB, each 64 bytes behind the
-one before. "isolated": every second page of a stretch of memory. Measured then, with all of them
-live: nanoseconds of one more register + release, before a fork and after; the memory that each
-took, as the process grew and, for rdmafork, as its own tables are counted; fork(), the first one,
-which has all that is new to mark, and the next ones; and the mappings there are more then.
+Registrations are made and kept, of pages that are present and, where io_uring allows it, pinned.
+"arena": pieces of 64 KiB inside one registered arena of 64 MiB, each 64 bytes behind the one
+before. "isolated": every second page of a stretch of memory. Then, with all of them live, this is
+measured: nanoseconds of one more register + release, before a fork and after; the memory for each,
+by the growth of the process and, for rdmafork, by the size of its own tables; the first fork(),
+which has everything to mark, and the next ones; and how many mappings were added.
 Peers: nothing, so that the kernel copies what is pinned (the floor of a fork); libibverbs; rdmafork
 in both modes. A peer that can register no more shows how far it came.
 """
@@ -125,7 +125,7 @@ def resident_bytes() -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--live", type=int, nargs="+", metavar="N", help="rather than 1 to 1000000")
+    parser.add_argument("--live", type=int, nargs="+", metavar="N", help="instead of 1 to 1000000")
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Result:

@@ -7,8 +7,8 @@ by dlvsym() and calls its ibv_fork_init() first, as NCCL does. Those of perftest
 are installed, have a library preloaded that forks in them, with as much registered as they do.
 Where there is no device: a program that makes the calls libibverbs makes, with io_uring's pins. The
 peers: alone, and the same under exec (the floor). How long fork() takes in the parent, what its
-child has for itself, and whether the registered pages stay where they are, which root can see.
-`make bench-vm` measures all of it at a soft-RoCE device in a virtual machine.
+child has for itself, and whether the registered pages stay where they are, which only root can see.
+`make bench-vm` measures all of this with a soft-RoCE device in a virtual machine.
 """
 
 import argparse
@@ -53,7 +53,7 @@ Way = Callable[[list[str]], dict[str, Any]]  # what it found, started by this co
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="the first one by default")
+    parser.add_argument("--device", help="default: the first one")
 
 
 def start(arguments: list[str], prefix: list[str]) -> dict[str, Any]:

@@ -15,32 +15,31 @@ from rdmafork import __version__
 # Each is a module here with DESCRIPTION, EPILOG, add_arguments(parser) and run(args) -> exit
 # status, imported when it is the one that is wanted. USAGE_STATUS: after wrong arguments.
 COMMANDS = {
-    "bench": "measure what registrations and forks cost here, beside every peer",
+    "bench": "measure what registrations and forks cost here, beside libibverbs",
     "config": "print the flags that compile and link with the engine, for C",
     "demo": "see what fork() does to pinned memory, without and with rdmafork",
-    "devices": "list the RDMA devices, and why one cannot be used",
+    "devices": "list the RDMA devices, and say why one cannot be used",
     "doctor": "find out what stands in the way of RDMA and fork() here",
     "exec": "run any program with fork() safe and cheap",
     "report": "merge what programs under exec reported into one table",
 }
 
 DESCRIPTION = """\
-rdmafork keeps fork() safe and cheap in programs that registered memory with
-RDMA hardware: the pages a device reads and writes stay the parent's, and the
-kernel does not copy them for the child. Nothing here needs RDMA hardware to be
-tried.
+rdmafork keeps fork() safe and cheap in programs that have registered memory
+with RDMA hardware: the pages a device reads and writes stay the parent's, and
+the kernel does not copy them for the child. You can try it without RDMA
+hardware.
 
 In a program:
 
     import rdmafork
     rdmafork.fork_init()                  # once, before anything is registered
     with rdmafork.register(buffer):       # costs no system call
-        multiprocessing.Pool(8)           # any fork(): the buffer stays
+        multiprocessing.Pool(8)           # any fork(): the buffer does not move
 """
 
 EPILOG = """\
-`rdmafork COMMAND --help` tells about one command, and what its exit status
-means.
+`rdmafork COMMAND --help` explains one command, with examples and exit statuses.
 """
 
 

@@ -25,11 +25,11 @@ def _listed() -> str:
 DESCRIPTION = f"""\
 Measures on this machine what the manuals warn of: what it costs to register
 memory, and to fork with it, without any protection, with libibverbs' and with
-rdmafork's. Without a name it asks every question:
+rdmafork's protection. Without a NAME it runs all of these:
 
 {_listed()}
 
-What this machine does not have is skipped, and said.
+What this machine cannot run is skipped, with the reason.
 """
 
 EPILOG = """\
@@ -46,7 +46,7 @@ Exit status: 0 all ran, 1 one failed, 2 it could not begin.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="*", metavar="NAME", help="of those above")
+    parser.add_argument("name", nargs="*", metavar="NAME", help="one of those above")
     _harness.add_arguments(parser)
 
 

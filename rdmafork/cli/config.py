@@ -19,17 +19,17 @@ examples:
   cc pool.o $(rdmafork config --libs) -o pool
   cc pool.c $(python3 -m rdmafork config) -o pool
 
-What is linked so finds librdmafork.so where it is now. An extension module does
-without: where rdmafork was imported before it, the loader has the library, so
-link it with -L and -l alone.
+A program linked with these flags finds librdmafork.so where it is now. For an
+extension module -L and -l are enough, if rdmafork is imported before it: the
+loader then has the library already.
 
 Exit status: 0.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cflags", action="store_true", help="those for compiling alone")
-    parser.add_argument("--libs", action="store_true", help="those for linking alone")
+    parser.add_argument("--cflags", action="store_true", help="only those for compiling")
+    parser.add_argument("--libs", action="store_true", help="only those for linking")
 
 
 def run(args: argparse.Namespace) -> int:

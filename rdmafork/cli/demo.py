@@ -34,9 +34,9 @@ pages afterwards.
 """
 
 EPILOG = """\
-It needs about 2.2 times the size in memory, as the kernel copies it all once,
-and takes less if there is less. As root, and if no huge page is reserved, it
-reserves a few for a moment and gives them back.
+It needs memory of about 2.2 times SIZE, because the kernel copies all of it
+once, and uses a smaller size if there is less. As root, if no huge pages are
+reserved, it reserves a few and gives them back.
 
 Exit status: 0 all is well, 1 a promise was broken, 2 it could not do its work.
 """

@@ -12,10 +12,10 @@ import rdmafork
 from rdmafork.cli import terminal
 
 DESCRIPTION = """\
-Lists the RDMA devices that the kernel knows, a line a port, with those that
-this process cannot use: each says why not, and what to do about it. It asks the
-kernel itself and opens no device; -v and --json open those that can be used,
-for the MTUs.
+Lists the RDMA devices that the kernel knows, one line for each port. For a
+device that this process cannot use it says why, and what to do about it. It
+asks the kernel itself and opens no device, except with -v and --json, for the
+MTUs.
 """
 
 EPILOG = """\
@@ -34,8 +34,8 @@ COLUMNS = (("device", 11), ("port", 5), ("state", 8), ("link", 11), ("rate", 11)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-v", "--verbose", action="store_true", help="everything, GID tables too")
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.add_argument("-v", "--verbose", action="store_true", help="everything, with GID tables")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,17 +22,17 @@ from rdmafork.cli.doctor_rows import OK, PROBLEM, SKIPPED, WARNING, Row, skipped
 
 DESCRIPTION = """\
 Looks at everything that RDMA and fork() depend on, on this machine and in this
-process, and says of each thing what was found, and where it is not well what to
-do. It changes nothing. What has to be tried is tried in processes of its own.
+process. For each thing it says what was found and, if that is not well, what to
+do. It changes nothing; what has to be tried is tried in separate processes.
 
-With --pid it looks at another process: what of its memory is pinned, what of
-that a child will not get, and what a fork() would cost it.
+With --pid it looks at another process: how much of its memory is pinned (in use
+by a device), how much of that a child will not get, and what a fork() costs it.
 """
 
 EPILOG = """\
 examples:
   rdmafork doctor                         before the first run on a new machine
-  mpirun -n 2 rdmafork doctor             as each rank sees it, a prefix a line
+  mpirun -n 2 rdmafork doctor             as each rank sees it, rank@host first
   rdmafork doctor --pid $(pgrep -n app)   why is its fork() slow?
   rdmafork doctor --strict --json         in a script
 
@@ -60,8 +60,8 @@ MARKS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pid", type=int, metavar="N", help="look at process N instead")
-    parser.add_argument("--strict", action="store_true", help="a warning is a failure, too")
-    parser.add_argument("--json", action="store_true", help="every row as JSON")
+    parser.add_argument("--strict", action="store_true", help="warnings fail too (exit status 1)")
+    parser.add_argument("--json", action="store_true", help="print every row as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

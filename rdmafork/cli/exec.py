@@ -31,15 +31,13 @@ from rdmafork.cli.programs import (
 )
 
 DESCRIPTION = """\
-Runs a program, in Python or not, so that fork() is safe and cheap with the
-memory that it, or a library it uses (pyverbs, UCX, NCCL, ...), registers with
-RDMA hardware. The program is not changed and need not know: librdmafork.so is
-preloaded and answers for libibverbs' own fork support. Programs that it starts
-inherit that.
+Runs a program, in Python or not, so that fork() is safe and cheap although the
+program, or a library it uses (pyverbs, UCX, NCCL, ...), registers memory with
+RDMA hardware. The program is not changed: librdmafork.so is preloaded and takes
+the place of libibverbs' own fork support. Programs that it starts inherit that.
 
-In a forked child nothing reaches the parent's devices: the descriptors of RDMA
-devices are /dev/null there. The soft limit of locked memory becomes the hard
-one.
+Forked children cannot reach the parent's devices: in a child their descriptors
+are /dev/null. The soft limit of locked memory is raised to the hard one.
 """
 
 EPILOG = """\
@@ -48,24 +46,24 @@ examples:
   rdmafork exec --report - -- ib_write_bw     what it did, at the end, on stderr
   rdmafork exec --report r.json --trace-forks -- app     and who forked
   mpirun -n 64 rdmafork exec --report r.json -- app
-                                    a file a rank, r.rank3.node7.json, and
-                                    `rdmafork report r.*.json` for all of them
+                                    one file for each rank, r.rank3.node7.json;
+                                    `rdmafork report r.*.json` reads them all
   torchrun --no-python --nproc-per-node 8 rdmafork exec -- python train.py
   sudo rdmafork exec -- app         and not: rdmafork exec sudo app
 
-Whatever ends by exit(), or by returning from main(), reports, forked children
-too. What ends by a signal or by _exit(), as dash and the workers of Python's
-multiprocessing do, reports nothing.
-Under a launcher it belongs before each rank, as above: before the launcher it
-knows of no rank, and all processes report into one file.
+Every process that ends by exit(), or by returning from main(), writes a report,
+forked children too. A process that ends by a signal or by _exit(), as dash and
+the workers of Python's multiprocessing do, writes none.
+Under a launcher, put it before the program, as above. Before the launcher it
+would know of no rank, and all processes would report into one file.
 
-It refuses what no library can be preloaded into: static programs, set-uid and
-set-gid ones, those with file capabilities, those for another machine or C
-library. It looks through #! lines and env. Programs of AddressSanitizer need
-its runtime in LD_PRELOAD, where it stays the first.
+It refuses programs into which no library can be preloaded: static ones, set-uid
+and set-gid ones, those with file capabilities, those for another machine or C
+library. It looks through #! lines and env. Programs built with AddressSanitizer
+need its runtime in LD_PRELOAD, where it stays the first.
 
-Exit status: the program's own; 125 wrong usage, or it cannot do as asked; 126
-the program cannot be run so; 127 there is no such program.
+Exit status: the program's own; 125 wrong usage, or it cannot be done as asked;
+126 the program cannot be run in this way; 127 there is no such program.
 """
 
 USAGE_STATUS = FAILED
@@ -76,17 +74,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         choices=("auto", "lazy", "eager"),
-        help="when pages are marked: at the fork() that needs it, or when registered",
+        help="when pages are marked to be left out of children: lazy, as a fork() begins; "
+        "eager, as they are registered",
     )
     parser.add_argument(
         "--report",
         metavar="FILE",
-        help="at its exit every process appends a line of JSON; - is stderr",
+        help="every process appends a line of JSON to FILE at its exit; - is stderr",
     )
     parser.add_argument(
         "--trace-forks",
         action="store_true",
-        help="report who forked; Python tells its stack on stderr, each place once",
+        help="report who forked; Python prints its stack on stderr, once for each place",
     )
     parser.add_argument(
         "--keep-devices", action="store_true", help="children keep RDMA devices open"

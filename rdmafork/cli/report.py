@@ -13,8 +13,7 @@ from rdmafork.cli.report_lines import Broken, Process
 
 DESCRIPTION = """\
 Merges the reports of many processes, of many ranks on many machines, into one
-table: what needs a look first, then what is far from the rest, then all
-others.
+table: first those with errors, then those far from the median, then the others.
 """
 
 EPILOG = """\
@@ -22,18 +21,18 @@ examples:
   rdmafork report r.json
   rdmafork report r.rank*.json --all          all processes, not the first 20
   rdmafork report r.rank*.json --json | jq .totals
-  rdmafork report - < log                     what is no report in it, is told
+  rdmafork report - < log                     names the lines that are no report
 
 columns:
   regs       registrations made
   forks      calls of fork() through libc
-  in fork()  the longest time its handlers took
+  in fork()  the longest time that rdmafork's fork handlers took
   absent     bytes that were kept from children, and so not copied
   left       bytes left to the kernel's copying: slow, and safe only where that
-             can be trusted; `rdmafork doctor` tells
+             can be trusted; `rdmafork doctor` says whether it can
 
 A process that ended by a signal or by _exit(), as dash and the workers of
-Python's multiprocessing do, has not reported.
+Python's multiprocessing do, wrote no report.
 
 Exit status: 0 all is well, 1 a process met an error, a library could not be
 served or a line was broken, 2 there is no report to be read.
@@ -61,7 +60,7 @@ class Totals(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILE", nargs="+", help="reports; - is stdin")
-    parser.add_argument("--all", action="store_true", help=f"more than {SHOWN} processes")
+    parser.add_argument("--all", action="store_true", help=f"show more than {SHOWN} processes")
     parser.add_argument("--json", action="store_true", help="everything as JSON")
 
 

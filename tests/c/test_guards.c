@@ -99,7 +99,7 @@ static void what_cannot_be_given_back_is_a_guard(void)
 	pid_t pid;
 
 	setenv("RDMAFORK_EDGES", "whole", 1);
-	check_start(best_mode());
+	check_start(check_best_mode());
 	memory[0] = 7;
 	handle = check_register(memory + 100, 2 * check_page, 0);
 	for (i = 0; i < COUNT_OF(protections); i++) {

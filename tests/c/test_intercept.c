@@ -169,14 +169,9 @@ static void a_slot_is_read_only_where_its_page_is(void)
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
-<<<<<<< HEAD
-		SCENARIO_SLOW(its_calls_are_taken_all_or_none),
-		SCENARIO_SLOW(noticed_by_a_fork_they_are_taken_all_or_none),
-		SCENARIO(a_slot_is_read_only_where_its_page_is),
-=======
 		SCENARIO(its_calls_are_taken_all_or_none),
 		SCENARIO(noticed_by_a_fork_they_are_taken_all_or_none),
->>>>>>> 3a5a1bd (tests: limits of time are for what hangs, not for a busy machine)
+		SCENARIO(a_slot_is_read_only_where_its_page_is),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -272,12 +272,12 @@ cdef bint is_absent(Registration self):
 
 cdef int let_go(Registration self, bint inherited) except -1:
     cdef Py_buffer view
-    cdef object owner
+    cdef object _owner
     if inherited and is_absent(self):
         return abandon(self)
     # Forgotten before they are released: their own code may let other threads in.
     view = self.view
-    owner = self.owner
+    _owner = self.owner
     set_flag(&self.open, False)
     forget_view(&self.view)
     self.owner = None

@@ -20,6 +20,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -115,6 +116,8 @@ def lacks_mpirun() -> str | None:
 
 
 def lacks_trusted_copying() -> str | None:
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "what is printed has ends to be copied; without the GIL buffers have whole pages"
     trusted = rdmafork.kernel_info().copy_on_fork_trusted
     return None if trusted else "what is printed is for kernels whose copying can be trusted"
 

@@ -25,6 +25,8 @@ import os
 import pickle
 import re
 import resource
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,7 +47,7 @@ PLACE = 0x30_0000_0000  # low, where the kernel puts nothing of its own
 HERE = Path(__file__).resolve().parent
 # How much slower than usual this machine is: twenty times in a virtual machine without KVM.
 SLOWNESS = float(os.environ.get("RDMAFORK_TEST_SLOWNESS") or 1)
-TIMEOUT = 300 * SLOWNESS  # seconds, after which a program is taken to hang
+TIMEOUT = 240 * SLOWNESS  # seconds, after which a program is taken to hang; below pytest's own
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 # How many run the body of each test at once: see test-freethreaded in the Makefile.
 THREADS = int(os.environ.get("RDMAFORK_TEST_THREADS") or 1)
@@ -267,6 +269,15 @@ def fresh(function=None, **options):
 @pytest.fixture(name="run")
 def run_fixture():
     return run
+
+
+def compile_c(output, *arguments):
+    """The path of what the C compiler makes of them; a test without one is skipped."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if not shutil.which(compiler[0]):
+        pytest.skip("no C compiler")
+    subprocess.run([*compiler, *arguments, "-o", output], check=True)
+    return str(output)
 
 
 # ---- fork -------------------------------------------------------------------------------

@@ -8,14 +8,22 @@ import contextlib
 import ctypes
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-from conftest import HERE, SLOWNESS, address_of, both_modes, fork_once, needs_lazy, vm_flags
+from conftest import (
+    HERE,
+    SLOWNESS,
+    address_of,
+    both_modes,
+    compile_c,
+    fork_once,
+    needs_lazy,
+    vm_flags,
+)
 
 import rdmafork
 
@@ -27,20 +35,13 @@ CACHED = 8
 WATCHED = ("timeout", "--signal=ABRT", "--kill-after=2", str(60 * SLOWNESS))
 
 
-def compile_c(source, output, *options):
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if not compiler:
-        pytest.skip("no C compiler")
+def build(source, output, *options):
     library = Path(rdmafork.get_library())
-    subprocess.run(
-        [
-            compiler, "-O1", "-g", "-Wall", "-Wextra", "-pthread", *options,
-            f"-I{rdmafork.get_include()}", HERE / "deadlocks" / source, "-o", output,
-            f"-L{library.parent}", f"-l:{library.name}", f"-Wl,-rpath,{library.parent}", "-ldl",
-        ],
-        check=True,
+    return compile_c(
+        output, "-O1", "-g", "-Wall", "-Wextra", "-pthread", *options,
+        f"-I{rdmafork.get_include()}", HERE / "deadlocks" / source,
+        f"-L{library.parent}", f"-l:{library.name}", f"-Wl,-rpath,{library.parent}", "-ldl",
     )  # fmt: skip
-    return str(output)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,8 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deadlocks")
     shared = ("-shared", "-fPIC", "-Wl,--as-needed")
     return {
-        "handlers": compile_c("handlers.c", folder / "handlers.so", *shared),
-        "forks": compile_c("forks.c", folder / "forks.so", *shared),
+        "handlers": build("handlers.c", folder / "handlers.so", *shared),
+        "forks": build("forks.c", folder / "forks.so", *shared),
     }
 
 
@@ -296,7 +297,7 @@ STEPPED = [
 def step(tmp_path_factory):
     if platform.machine() != "x86_64":
         pytest.skip("the trap flag is x86's")
-    return compile_c("step.c", tmp_path_factory.mktemp("step") / "step")
+    return build("step.c", tmp_path_factory.mktemp("step") / "step")
 
 
 @pytest.mark.parametrize("variant", ["signal", "clone", "window", "thread"])

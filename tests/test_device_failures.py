@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import PAGE, both_modes, fork_once, private_map, run
+from conftest import PAGE, both_modes, compile_c, fork_once, private_map, run
 from test_failures import check_claims, marks
 
 import rdmafork
@@ -24,13 +24,8 @@ SOURCE = Path(__file__).with_name("standin_verbs.c")
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if not compiler:
-        pytest.skip("no C compiler")
     path = tmp_path_factory.mktemp("verbs") / "libibverbs.so.1"
-    options = ["-O1", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", path]
-    subprocess.run([compiler, *options, SOURCE], check=True)
-    return str(path)
+    return compile_c(path, "-O1", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", SOURCE)
 
 
 class Bench:

@@ -17,6 +17,7 @@ from conftest import (
     PAGE,
     TIMEOUT,
     child,
+    compile_c,
     environment,
     fork_once,
     private_map,
@@ -345,14 +346,8 @@ int main(void)
 
 @pytest.fixture
 def forks(tmp_path):
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if not compiler:
-        pytest.skip("no C compiler")
     (tmp_path / "forks.c").write_text(FORKS)
-    program = tmp_path / "forks"
-    command = [compiler, "-O1", "-rdynamic", "-o", program, tmp_path / "forks.c"]
-    subprocess.run(command, check=True)
-    return str(program)
+    return compile_c(tmp_path / "forks", "-O1", "-rdynamic", tmp_path / "forks.c")
 
 
 def test_who_forked_is_named(report, forks):

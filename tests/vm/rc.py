@@ -415,3 +415,8 @@ def write_over(*spans):
             for start, end in mapped(address & -PAGE, (address + nbytes + PAGE - 1) & -PAGE):
                 ctypes.memset(start, 0xEE, end - start)
         yield
+
+
+def idle_first(spans):
+    yield
+    yield from write_over(*spans)

@@ -9,14 +9,9 @@ import pytest
 from conftest import PAGE, fresh, is_mapped, vm_flags
 
 import rdmafork
-from vm.rc import ALL, Forked, Ours, State, memory, pinned, span, start, write_over
+from vm.rc import ALL, Forked, Ours, State, idle_first, memory, pinned, span, start
 
 SIZE = 100_001
-
-
-def idle_first(spans):
-    yield
-    yield from write_over(*spans)
 
 
 def survives(pair, near, far):

@@ -13,7 +13,7 @@ import pytest
 from conftest import MAP_NORESERVE, PAGE, fork_once, fresh, libc, map_at
 
 import rdmafork
-from vm.rc import ALL, Forked, Ours, memory, pinned, span, start, write_over
+from vm.rc import ALL, Forked, Ours, idle_first, memory, pinned, span, start
 
 KINDS = ["base", "thp", "hugetlb", "shared"]
 MIB = 1 << 20
@@ -68,11 +68,6 @@ def round_trips(rc, ours, kind, sizes):
     overwritten = round_trip(3)
     child.finish()
     return before, after, overwritten, round_trip(4)
-
-
-def idle_first(spans):
-    yield
-    yield from write_over(*spans)
 
 
 def right(sizes):

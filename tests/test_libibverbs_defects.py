@@ -479,6 +479,17 @@ def test_08_mixed_page_sizes_with_whole_edges(mode, variable):
     run(mixed_page_sizes, "rdmafork", mode, env=env)
 
 
+@contextlib.contextmanager
+def huge_page(shared=False):
+    """The address of one, which is unmapped afterwards."""
+    with huge_page_pool(1):
+        address = map_at(PLACE + HUGE, HUGE, huge=True, shared=shared)
+        try:
+            yield address
+        finally:
+            unmap(address, HUGE)
+
+
 @both_modes
 @pytest.mark.parametrize("edges", ["", "whole"])
 def test_08_a_failure_among_huge_pages_leaves_nothing(mode, edges):
@@ -487,26 +498,21 @@ def test_08_a_failure_among_huge_pages_leaves_nothing(mode, edges):
 
 def failure_among_huge_pages(mode):
     engine = Rdmafork(mode)
-    huge = PLACE + HUGE
-    with huge_page_pool(1):
-        map_at(huge, HUGE, huge=True)
-        try:
-            before = engine.api.stats()
-            for start, end in (
-                (huge - PAGE, huge + 4 * PAGE),
-                (huge - PAGE, huge + 64),
-                (huge + HUGE - 4 * PAGE, huge + HUGE + PAGE),
-                (huge - PAGE, huge + HUGE + PAGE),
-            ):
-                with pytest.raises(OSError, match="nothing is mapped"):
-                    engine.register(start, end - start)
-                assert marked(huge, HUGE) == []
-                fork_once()
-                stats = engine.api.stats()
-                assert stats[1:7] == before[1:7], (hex(start), hex(end))
-                assert stats.unreleased_bytes == 0
-        finally:
-            unmap(huge, HUGE)
+    with huge_page() as huge:
+        before = engine.api.stats()
+        for start, end in (
+            (huge - PAGE, huge + 4 * PAGE),
+            (huge - PAGE, huge + 64),
+            (huge + HUGE - 4 * PAGE, huge + HUGE + PAGE),
+            (huge - PAGE, huge + HUGE + PAGE),
+        ):
+            with pytest.raises(OSError, match="nothing is mapped"):
+                engine.register(start, end - start)
+            assert marked(huge, HUGE) == []
+            fork_once()
+            stats = engine.api.stats()
+            assert stats[1:7] == before[1:7], (hex(start), hex(end))
+            assert stats.unreleased_bytes == 0
 
 
 @both_modes
@@ -546,21 +552,16 @@ def test_08_parts_of_shared_huge_pages(mode, edges):
 
 def parts_of_shared_huge_pages(mode):
     engine = Rdmafork(mode)
-    huge = PLACE + HUGE
-    with huge_page_pool(1):
-        map_at(huge, HUGE, huge=True, shared=True)
-        try:
-            for first, second in (((0, HUGE), (4096, 8192)), ((4096, 8192), (0, HUGE))):
-                one = engine.register(huge + first[0], first[1] - first[0])
-                other = engine.register(huge + second[0], second[1] - second[0])
-                one.close()
-                assert child(write, huge + PAGE, b"child") is None
-                assert read(huge + PAGE, 5) == b"child"
-                write(huge + PAGE, bytes(5))
-                assert marked(huge, HUGE) == []
-                other.close()
-        finally:
-            unmap(huge, HUGE)
+    with huge_page(shared=True) as huge:
+        for first, second in (((0, HUGE), (4096, 8192)), ((4096, 8192), (0, HUGE))):
+            one = engine.register(huge + first[0], first[1] - first[0])
+            other = engine.register(huge + second[0], second[1] - second[0])
+            one.close()
+            assert child(write, huge + PAGE, b"child") is None
+            assert read(huge + PAGE, 5) == b"child"
+            write(huge + PAGE, bytes(5))
+            assert marked(huge, HUGE) == []
+            other.close()
 
 
 # ---- 9: /proc/<pid>/smaps of another process ----------------------------------------------
@@ -570,16 +571,12 @@ def pid_namespace(name, mode):
     """The first process of a PID namespace under the old /proc: its pid there is init's."""
     assert os.getpid() == 1
     engine = ENGINES[name](mode)
-    with huge_page_pool(1):
-        address = map_at(PLACE, HUGE, huge=True)
-        try:
-            registration = engine.register(address + 64, 64)
-            fork_once()
-            assert marked(address, HUGE) == pages(address, 512)
-            registration.close()
-            assert marked(address, HUGE) == []
-        finally:
-            unmap(address, HUGE)
+    with huge_page() as address:
+        registration = engine.register(address + 64, 64)
+        fork_once()
+        assert marked(address, HUGE) == pages(address, 512)
+        registration.close()
+        assert marked(address, HUGE) == []
 
 
 UNSHARE = ["unshare", "-pf"]

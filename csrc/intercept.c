@@ -296,7 +296,7 @@ static bool may_rewrite(const struct rf_object *object, const struct copy *copy,
 		copy = copy_at(value);
 	if (copy)
 		return copy->library.how != RF_LIBRARY_REFUSED;
-	/* Not bound yet, it points into its own object: at its first call it may become any copy's. */
+	/* Not bound yet, it points into its own object: the first call may bind it to any copy. */
 	return object->start <= value && value < object->end && all_are_served();
 }
 

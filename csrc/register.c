@@ -157,7 +157,7 @@ static bool name_lost(const struct rf_engine *engine, uintptr_t page, struct rf_
 	return true;
 }
 
-/* The same of the page that @slot begins in, or else of the one it ends in, unless it fills them. */
+/* The same of the page @slot begins in, or else the one it ends in, if it does not fill them. */
 static void name_lost_pages(const struct rf_engine *engine, const struct rf_slot *slot,
 			    struct rf_error *error)
 {

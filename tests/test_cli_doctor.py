@@ -102,7 +102,8 @@ def test_one_screen_of_eighty_columns():
     done = doctor()
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80 and done.stdout.isascii() and done.stderr == ""
-    assert lines[0].startswith(f"rdmafork {rdmafork.__version__}, Linux {os.uname().release}")
+    first = " ".join(lines[:2])
+    assert first.startswith(f"rdmafork {rdmafork.__version__}, Linux {os.uname().release}, Python")
     assert [line for line in lines if line.isalpha()] == [
         "Kernel", "Limits", "libibverbs", "Devices", "Environment",
     ]  # fmt: skip

@@ -53,6 +53,15 @@ def _gil_after_importing(names):
     return sys._is_gil_enabled()
 
 
+def test_what_four_threads_run_at_once_is_there():
+    """parallel.txt names tests, which may be deleted or get another name."""
+    tests = Path(__file__).parent
+    for line in (tests / "parallel.txt").read_text().splitlines():
+        file, _, name = line.partition("::")
+        text = (tests.parent / file).read_text()
+        assert f"\ndef {name or 'test_'}" in text, line
+
+
 @pytest.mark.skipif(not FREE_THREADED, reason="this Python does not do without a GIL")
 def test_importing_all_of_it_leaves_the_gil_off(run):
     """One module that does not declare that it needs none turns the GIL on for all."""

@@ -114,7 +114,9 @@ def _document(found: Found, rank: launchers.Rank | None) -> dict[str, Any]:
 def _screen(found: Found, paint: terminal.Paint) -> Iterator[str]:
     uname = os.uname()
     python = sys.version.split()[0]
-    yield f"rdmafork {rdmafork.__version__}, {uname.sysname} {uname.release}, Python {python}"
+    yield from terminal.wrap(
+        f"rdmafork {rdmafork.__version__}, {uname.sysname} {uname.release}, Python {python}"
+    )
     for name, rows in found:
         yield ""
         yield paint(name, "bold")

@@ -37,7 +37,7 @@ PACKAGES = (
     "util-linux valgrind xz-utils zstd"
 ).split()
 MEMORY = "2500M"
-MINUTES = float(os.environ.get("VM_MINUTES", "45"))  # a guest that takes longer hangs
+MINUTES = float(os.environ.get("VM_MINUTES", "75"))  # a guest that takes longer hangs
 OPTIONS = shlex.split(os.environ.get("VM_OPTIONS", ""))  # more of vng's
 QUIET = 60  # seconds, before it is said that a guest is still running
 PROGRESS = re.compile(r"== |tests/\S+\.py |ok |FAILED |guest: |=+ .* in [0-9.]+s")

@@ -19,7 +19,8 @@ from libc.stdint cimport uintptr_t
 from posix.unistd cimport _SC_PAGESIZE, sysconf
 
 from rdmafork cimport *
-from rdmafork._core cimport Registration, check_usable, is_set, policy_of, protect, set_flag
+from rdmafork._core cimport Registration, check_usable, failure, is_set, policy_of, protect
+from rdmafork._core cimport set_flag
 
 import os
 import resource
@@ -227,9 +228,7 @@ cdef class Buffer(Registration):
         if rc == -EDEADLK:
             begin_exports(&self.exports)
             set_flag(&self.open, True)
-            raise OSError(
-                EDEADLK, "called by a signal handler that interrupted rdmafork itself; call it "
-                "again when the handler has returned")
+            raise failure(-EDEADLK, NULL, self.start, self.length)
         if rc:
             raise OSError(-rc, f"{self!r} stays mapped: {os.strerror(-rc)}; is it sealed?")
 

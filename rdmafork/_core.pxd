@@ -2,7 +2,7 @@
 
 from libc.stdint cimport uintptr_t
 
-from rdmafork cimport rf_handle, rf_policy
+from rdmafork cimport rf_error, rf_handle, rf_policy
 
 
 cdef extern from *:
@@ -44,3 +44,5 @@ cdef int unprotect(Registration self) except? -1
 cdef int check_usable(Registration self) except -1
 # An rf_policy.
 cdef int policy_of(object on_fork) except -1
+# The exception for what the engine refused.
+cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mode=*)

@@ -468,6 +468,15 @@ void check_start(enum rf_mode mode)
 	CHECK(rc == 0, "rf_fork_init: %d, cause %d", rc, error.cause);
 }
 
+void check_stop(void)
+{
+	check_empty();
+	rf_clear();
+	rf_engine.mode = RF_MODE_NONE;
+	rf_engine.mode_inherited = false;
+	rf_engine.environment_read = false;
+}
+
 void check_needs_lazy(void)
 {
 	struct rf_kernel kernel;

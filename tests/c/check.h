@@ -119,6 +119,8 @@ void check_give_back_vmas(void);
 /* ---- The engine ---- */
 
 void check_start(enum rf_mode mode);
+/* Nothing is registered any more: the engine is as it was before check_start(). */
+void check_stop(void);
 /* Skips the scenario where the kernel's copying is not trusted: lazy is refused there. */
 void check_needs_lazy(void);
 /* Lazy where it may be, else eager. */

@@ -695,12 +695,8 @@ static void stop(void)
 	handlers.parent();
 	note_fork(false);
 	check_pages(true);
-	check_empty();
+	check_stop();
 	CHECK(!munmap((void *)ARENA, PAGES * PAGE));
-	rf_clear();
-	rf_engine.mode = RF_MODE_NONE;
-	rf_engine.mode_inherited = false;
-	rf_engine.environment_read = false;
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t nbytes)

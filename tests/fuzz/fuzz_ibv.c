@@ -20,7 +20,7 @@ int ibv_dontfork_range(void *base, size_t size);
 int ibv_dofork_range(void *base, size_t size);
 
 static unsigned int counts[PAGES];
-static unsigned int live, unbalanced;
+static unsigned int made, unbalanced;
 static bool whole;
 static bool lingering;	/* a call failed: marks may wait for the next fork to take them */
 
@@ -116,7 +116,7 @@ static void op_register(bool failing)
 	CHECK(rc == 0 || (failing && rc == -1 && errno));
 	for (page = first_page(start); rc == 0 && page <= last_page(end); page++)
 		counts[page]++;
-	live += rc == 0;
+	made += rc == 0;
 }
 
 /* Where it fails midway, what it has released before stays so. */
@@ -208,23 +208,19 @@ static void stop(void)
 	check_fork();
 	check_counts();
 	check_marks();
-	check_empty();
+	check_stop();
 	CHECK(!munmap((void *)ARENA, PAGES * PAGE));
-	rf_clear();
-	rf_engine.mode = RF_MODE_NONE;
-	rf_engine.mode_inherited = false;
-	rf_engine.environment_read = false;
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t nbytes)
 {
 	check_play(input, nbytes);
 	memset(counts, 0, sizeof(counts));
-	live = 0;
+	made = 0;
 	unbalanced = 0;
 	lingering = false;
 	start();
-	while (!check_played() && live < 100)
+	while (!check_played() && made < 100)
 		step();
 	stop();
 	return 0;

@@ -2,6 +2,7 @@
 /* Mappings are short: the budget of the engine's own, and the kernel's limit. */
 #include "check.h"
 #include "engine.h"
+#include "sys.h"
 
 static struct rf_error error;
 
@@ -134,6 +135,45 @@ static void at_the_budget_too_memory_mapped_anew_is_protected(void)
 	while (used)
 		check_release(pieces[--used]);
 	CHECK(check_marked(memory, 2 * PIECES) == 0);
+	check_empty();
+}
+
+/* A mark that could not be given up is at the next fork, and then may be made again. */
+static void what_could_not_be_left_to_the_kernel_is_left_once(void)
+{
+	char *memory = check_map(5);
+	struct rf_handle handles[5];
+	struct rf_stats stats;
+	uint64_t calls;
+	size_t i;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	for (i = 0; i < 5; i++)
+		handles[i] = check_register(memory + i * check_page, check_page, RF_HELD);
+	rf_engine.advisor.vma_budget = 2;
+	/* Its own page is unmarked, and nothing of what is one run too many by that. */
+	rf_sys_fail_from(2, ENOMEM);
+	check_release(handles[2]);
+	rf_sys_fail(0, 0);
+	CHECK(rf_stats(&stats) == 0 && stats.left_ranges == 1);
+	CHECK(check_marked(memory, 5) == 4);
+	check_sound();
+	check_fork();
+	CHECK(rf_stats(&stats) == 0 && stats.left_ranges == 1);
+	CHECK(check_marked(memory, 5) == 2);
+	rf_engine.advisor.vma_budget = 32;
+	check_fork();
+	CHECK(rf_stats(&stats) == 0 && stats.left_ranges == 0);
+	CHECK(check_marked(memory, 5) == 4);
+	calls = stats.madvise_calls;
+	check_fork();
+	CHECK(rf_stats(&stats) == 0 && stats.madvise_calls == calls);
+	CHECK(check_marked(memory, 5) == 4);
+	for (i = 0; i < 5; i++)
+		if (i != 2)
+			check_release(handles[i]);
+	CHECK(check_marked(memory, 5) == 0);
 	check_empty();
 }
 
@@ -283,6 +323,7 @@ int main(int argc, char **argv)
 		SCENARIO(the_fold_gives_vmas_to_the_longest),
 		SCENARIO(past_the_budget_nothing_is_claimed_where_copying_is_not_trusted),
 		SCENARIO(at_the_budget_too_memory_mapped_anew_is_protected),
+		SCENARIO(what_could_not_be_left_to_the_kernel_is_left_once),
 		SCENARIO(releases_keep_to_the_budget_too),
 		SCENARIO(a_release_at_the_kernels_limit_is_made_up_for),
 		SCENARIO(a_failure_does_not_forget_what_waits),

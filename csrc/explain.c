@@ -13,7 +13,8 @@ static void name_unwipeable(struct rf_advisor *advisor, struct rf_error *error)
 	if (rf_vma_open(&advisor->reader) < 0)
 		return;
 	for (at = error->start; at < error->end; at = vma.end) {
-		if (rf_vma_find(&advisor->reader, at, &vma) < 0)
+		/* Unmapped meanwhile, by those who say that they hold it: nothing to name. */
+		if (rf_vma_find(&advisor->reader, at, &vma) < 0 || vma.start >= error->end)
 			break;
 		if (vma.anonymous && !vma.shared)
 			continue;

@@ -26,8 +26,12 @@ PROLOGUE = """
     register, register_address = rdmafork.register, rdmafork.register_address
 """
 
-# What the kernel or the C library does of itself, at any time.
-NOISE = re.compile(r"^(rt_sigreturn|---|\+\+\+|restart_syscall|clock_nanosleep|sched_yield)")
+# What the kernel or the C library does of itself, at any time; and Python, since 3.12, after a
+# fork: it counts threads.
+NOISE = re.compile(
+    r"^(rt_sigreturn|---|\+\+\+|restart_syscall|clock_nanosleep|sched_yield|"
+    r'openat\(AT_FDCWD, "/proc/self/stat",)'
+)
 
 
 def traced(source, **options):

@@ -49,14 +49,14 @@ test-vm: $(BUILT) $(GUESTS) $(CTESTS:%=build/ctest/debug/%) $(SOAK)	## in VMs wi
 FREE := build/freethreaded
 FREE_PYTHON := $(FREE)/$(FREETHREADED)/bin/python3
 # Its modules lie beside the others, by other names; the library is the same, byte for byte.
-# PYTHON_GIL=0: that they need no GIL is declared once all of this passes.
+# No PYTHON_GIL=0: a module that turned the GIL on would be an error, as all warnings are.
 # Then again in four threads at once what is listed: tests that own, or only read, all they touch.
 # Others fork, or count what the whole process has. The list is our own and not a plugin's, as most
 # tests have a process of their own, and there the threads have to be.
 test-freethreaded: $(FREE_PYTHON)	## pytest $(PYTEST_ARGS) on CPython $(FREETHREADED) without the GIL, built from Debian's source
 	@PIP_PREFER_BINARY=1 $(MAKE) --no-print-directory VENV=$(FREE)/venv-$(FREETHREADED) PYTHON=$< build
-	@PYTHON_GIL=0 $(FREE)/venv-$(FREETHREADED)/bin/python -X dev -m pytest $(PYTEST_ARGS)
-	@$(if $(PYTEST_ARGS),,PYTHON_GIL=0 RDMAFORK_TEST_THREADS=4 $(FREE)/venv-$(FREETHREADED)/bin/python -m pytest @tests/parallel.txt)
+	@$(FREE)/venv-$(FREETHREADED)/bin/python -X dev -m pytest $(PYTEST_ARGS)
+	@$(if $(PYTEST_ARGS),,RDMAFORK_TEST_THREADS=4 $(FREE)/venv-$(FREETHREADED)/bin/python -m pytest @tests/parallel.txt)
 
 $(FREE_PYTHON):
 	@$(PYTHON) tests/freethreaded.py $(FREETHREADED)

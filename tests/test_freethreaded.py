@@ -6,9 +6,11 @@ With the GIL as without it; without, on CPython built --disable-gil: make test-f
 import ctypes
 import functools
 import gc
+import importlib
 import os
 import random
 import sys
+import sysconfig
 import time
 import warnings
 from pathlib import Path
@@ -16,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import (
+    FREE_THREADED,
     PAGE,
     both_modes,
     child,
@@ -41,6 +44,15 @@ def swallow(function, *expected):
     return tolerant
 
 
+# ---- the interpreter ---------------------------------------------------------------------
+
+
+def _gil_after_importing(names):
+    for name in names:
+        importlib.import_module(f"rdmafork.{name}")
+    return sys._is_gil_enabled()
+
+
 def test_what_four_threads_run_at_once_is_there():
     """parallel.txt names tests, which may be deleted or get another name."""
     tests = Path(__file__).parent
@@ -48,6 +60,16 @@ def test_what_four_threads_run_at_once_is_there():
         file, _, name = line.partition("::")
         text = (tests.parent / file).read_text()
         assert f"\ndef {name or 'test_'}" in text, line
+
+
+@pytest.mark.skipif(not FREE_THREADED, reason="this Python does not do without a GIL")
+def test_importing_all_of_it_leaves_the_gil_off(run):
+    """One module that does not declare that it needs none turns the GIL on for all."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    files = Path(rdmafork.__file__).parent.glob(f"*{suffix}")
+    names = sorted(path.name.removesuffix(suffix) for path in files)
+    assert {"_buffer", "_core", "_verbs"} < {*names}
+    assert run(_gil_after_importing, names, env={"PYTHON_GIL": None}) is False
 
 
 # ---- registrations and Buffers -----------------------------------------------------------

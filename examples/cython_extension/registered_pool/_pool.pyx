@@ -1,4 +1,4 @@
-# cython: language_level=3
+# cython: language_level=3, freethreading_compatible=True
 """What a transfer library does: its blocks are registered when a transfer takes them."""
 
 from libc.stdint cimport uintptr_t

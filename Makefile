@@ -240,8 +240,8 @@ COVERAGE_TESTS ?= $(patsubst %,tests/test_%.py,witness intercept child engine_on
 # A lock of coverage.py's, or the loader's that writing counts takes, may be held by a thread that
 # is not in a child. Tracing maps memory and makes calls where there are to be none, and is longer than
 # the transfer that a signal is to interrupt. Counts, too, are files, where none may grow.
-COVERAGE_NOT := finds_the_loader_free or threads or leaves_no_memory or interrupt or cannot_be_finished \
-	or make_no_system_call or too_few_huge_pages
+COVERAGE_NOT := finds_the_loader_free or threads or while_others or leaves_no_memory or interrupt \
+	or cannot_be_finished or make_no_system_call or too_few_huge_pages
 
 $(COVERED): pyproject.toml | $(BUILT)
 	@$(INSTALL) 'rdmafork[coverage]'

@@ -3,7 +3,7 @@
 import errno
 
 import pytest
-from conftest import PAGE, fresh, map_at, marked, private_map, run, unmap, write
+from conftest import PAGE, PLACE, fresh, map_at, marked, private_map, run, unmap, write
 
 import rdmafork
 from rdmafork import _clocks
@@ -69,7 +69,7 @@ def test_what_is_held_stays_marked_and_the_first_refusal_is_told(name):
 
 def _hold_every_second_page(name):
     hold = {"madvise": lambda: _clocks.madvise_hold, "engine": _engine, "libibverbs": _libibverbs}
-    address = map_at(0, 16 * PAGE)
+    address = map_at(PLACE, 16 * PAGE)
     write(address, b"x")
     unmap(address + 8 * PAGE, 8 * PAGE)
     assert hold[name]()(address, PAGE, 6, 2 * PAGE) == (4, errno.ENOMEM)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import (
     PAGE,
+    PLACE,
     both_modes,
     child,
     compile_c,
@@ -225,7 +226,7 @@ def test_omit_by_another_string_object():
 def test_unmapped_memory_names_the_hole(mode):
     """Memory without an owner is marked at once in lazy mode too."""
     rdmafork.fork_init(mode)
-    at = map_at(0, 8 * PAGE)
+    at = map_at(PLACE, 8 * PAGE)
     unmap(at + 2 * PAGE, 3 * PAGE)
     with fails(
         OSError,
@@ -257,7 +258,7 @@ def test_an_address_where_nothing_ever_is(address):
 def test_unmapped_memory_said_to_be_held(mode):
     """Eager refuses it; lazily it is found out by a fork, which leaves it alone."""
     rdmafork.fork_init(mode)
-    at = map_at(0, 4 * PAGE)
+    at = map_at(PLACE, 4 * PAGE)
     unmap(at, 4 * PAGE)
     if mode == "eager":
         with fails(OSError, "nothing is mapped", number=errno.ENOMEM):

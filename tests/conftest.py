@@ -557,6 +557,8 @@ def pins():
 # ---- huge pages -------------------------------------------------------------------------
 
 _POOL = Path("/proc/sys/vm/nr_hugepages")
+# As in tests/c/check.c: it is the same file in a root of its own too, where /tmp is another.
+_POOL_LOCK = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
 
 
 @contextlib.contextmanager
@@ -565,7 +567,7 @@ def huge_page_pool(npages):
     if f"Hugepagesize: {HUGE >> 10} kB" not in re.sub(" +", " ", Path("/proc/meminfo").read_text()):
         pytest.skip("the default huge page size is not 2 MiB")
     # Tests of other processes want to know too how many pages are free.
-    with open(os.path.join(tempfile.gettempdir(), "rdmafork-test-hugepages.lock"), "a") as lock:
+    with _POOL_LOCK.open() as lock:
         patience = time.monotonic() + 120
         while True:
             try:

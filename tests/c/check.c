@@ -137,6 +137,8 @@ bool check_played(void)
 /* ---- The pool of huge pages, which belongs to the whole machine ---- */
 
 #define POOL "/proc/sys/vm/nr_hugepages"
+/* The same file in a root or a process namespace of its own, where /tmp and /proc are others. */
+#define POOL_LOCK "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages"
 #define POOL_PAGES 16
 
 static int pool = -1, pool_lock = -1;
@@ -160,13 +162,10 @@ static void pool_write(long pages)
 /* Other tests of this project may run beside this one: they use the same lock. */
 static void pool_take(void)
 {
-	const char *folder = getenv("TMPDIR");
 	unsigned int patience = 120 * 20;
-	char path[256];
 
-	snprintf(path, sizeof(path), "%s/rdmafork-test-hugepages.lock", folder ? folder : "/tmp");
 	pool = open(POOL, O_RDWR | O_CLOEXEC);
-	pool_lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+	pool_lock = open(POOL_LOCK, O_RDONLY | O_CLOEXEC);
 	while (pool_lock >= 0 && flock(pool_lock, LOCK_EX | LOCK_NB) && patience--)
 		usleep(50000);
 	if (pool < 0)

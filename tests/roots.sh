@@ -4,7 +4,7 @@
 #     roots.sh pythons    the sdist with each Python of sid, 3.13 and later: built, tested, type-checked
 #     roots.sh bare       the wheel beside nothing but the Python it is for
 #
-# The roots stay in build/roots; to have newer ones, remove them.
+# The roots stay in build/roots until other packages are asked for; to have newer ones, remove them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 roots=$PWD/build/roots
@@ -16,32 +16,35 @@ command -v debootstrap >/dev/null || apt-get -qq install --no-install-recommends
 
 # root NAME SUITE PACKAGES
 root() {
-	[ -e "$roots/$1/.done" ] && return
+	[ "$(cat "$roots/$1/.packages" 2>/dev/null)" = "$3" ] && return
 	echo "== debootstrap $2"
 	rm -rf "${roots:?}/$1"
 	mkdir -p "$roots"
 	debootstrap --variant=minbase --include="$3" "$2" "$roots/$1" >"$roots/$1.log" 2>&1 ||
 		{ tail -n 20 "$roots/$1.log"; exit 1; }
-	touch "$roots/$1/.done"
+	echo "$3" >"$roots/$1/.packages"
 }
 
-# inside NAME COMMAND...: no network, processes of its own, and /sys, where huge pages are
+# inside NAME COMMAND...: no network; processes and terminals of its own; /sys, for huge pages
 inside() {
 	unshare --net --mount --pid --fork --kill-child --mount-proc="$roots/$1/proc" \
-		sh -ec 'mount --rbind /sys "$0/sys"; exec env -i "$@"' "$roots/$1" \
+		sh -ec 'mount --rbind /sys "$0/sys"; mount -t devpts -o ptmxmode=666 devpts "$0/dev/pts"
+			exec env -i "$@"' "$roots/$1" \
 		PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 \
 		RDMAFORK_TEST_SLOWNESS="${RDMAFORK_TEST_SLOWNESS:-1}" chroot "$roots/$1" "${@:2}"
 }
 
+# Of a script the first line says what it is.
 step() {
-	echo "== $*"
-	inside "$@" || failed+=("$*")
+	local what=${*%%$'\n'*}
+	echo "== $what"
+	inside "$@" || failed+=("$what")
 }
 
 pythons() {
 	local python version place=$roots/sid/rdmafork
 	root sid sid "$(echo gcc libc6-dev make strace libibverbs1 ibverbs-providers procps \
-		python3.1{3,4}-{dev,venv} | tr ' ' ,)"
+		python3.1{3,4,5}-{dev,venv} | tr ' ' ,)"
 	rm -rf "$place"
 	mkdir -p "$place/wheels"
 	tar -xzf dist/*.tar.gz -C "$place" --strip-components=1
@@ -53,7 +56,7 @@ pythons() {
 			--platform "manylinux_2_28_$(uname -m)" --platform "manylinux_2_27_$(uname -m)" \
 			--platform "manylinux2014_$(uname -m)" --platform "manylinux_2_17_$(uname -m)" \
 			Cython hypothesis mypy numpy pytest pytest-timeout setuptools setuptools-scm
-		step sid bash -ec "
+		step sid bash -ec "# Python $version
 			cd /rdmafork
 			python$version -m venv --clear venv$version
 			export PATH=/rdmafork/venv$version/bin:\$PATH

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shlex
 import sys
 import sysconfig
@@ -41,6 +42,17 @@ TRACED = "RDMAFORK_LINETRACE" in os.environ
 
 def words(variable):
     return shlex.split(os.environ.get(variable, ""))
+
+
+def readme():
+    """For PyPI, where a link into the tree leads nowhere: to $RDMAFORK_TREE, if that says where."""
+    with open("README.md", encoding="utf-8") as file:
+        text = file.read()
+    tree = os.environ.get("RDMAFORK_TREE")
+    if not tree:
+        return text
+    # Of a picture it is not the page about it that is shown.
+    return re.sub(r"\]\((?!\w+:|#)", f"]({tree}/", text).replace(".svg)", ".svg?raw=true)")
 
 
 def hardened(*others):
@@ -123,6 +135,8 @@ library = Extension(LIBRARY, sorted(glob("csrc/*.c")), depends=[*HEADERS, "setup
 # Elsewhere the package installs, and says at import what it needs.
 linux = sys.platform == "linux"
 setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     cmdclass={"build_ext": build},
     ext_modules=[library, *map(module, MODULES)] if linux else [],
 )

@@ -241,7 +241,7 @@ COVERAGE_TESTS ?= $(patsubst %,tests/test_%.py,witness intercept child engine_on
 # is not in a child. Tracing maps memory and makes calls where there are to be none, and is longer than
 # the transfer that a signal is to interrupt. Counts, too, are files, where none may grow.
 COVERAGE_NOT := finds_the_loader_free or threads or while_others or leaves_no_memory or interrupt \
-	or cannot_be_finished or make_no_system_call or too_few_huge_pages
+	or signal or cannot_be_finished or make_no_system_call or too_few_huge_pages
 
 $(COVERED): pyproject.toml | $(BUILT)
 	@$(INSTALL) 'rdmafork[coverage]'

@@ -64,8 +64,8 @@ pythons() {
 				pytest pytest-timeout setuptools setuptools-scm
 			python -m pip install -q --no-index --no-build-isolation --no-deps dist/*.tar.gz
 			python -c 'import rdmafork, sys; print(sys.version, rdmafork.__version__)'
-			python -m pytest -q -p no:cacheprovider tests/test_{buffer,buffers,child,errors,examples}.py \
-				tests/test_{modes,on_fork,protection,threads}.py
+			python -m pytest -q -p no:cacheprovider tests/test_{buffer,buffers,child,cost,errors}.py \
+				tests/test_{examples,modes,on_fork,protection,threads}.py
 			python -m mypy --strict --python-version $version -p rdmafork --exclude benchmarks
 		"
 	done

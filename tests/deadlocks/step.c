@@ -240,6 +240,19 @@ static void *forker(void *unused)
 
 /* ---- stepping ------------------------------------------------------------------------- */
 
+/* Where all signals are about to be blocked (fork() of glibc 2.43): a blocked trap kills. */
+static void keep_traps(greg_t *registers)
+{
+	static unsigned long set;
+
+	if (memcmp((void *)registers[REG_RIP], "\x0f\x05", 2) ||
+	    registers[REG_RAX] != SYS_rt_sigprocmask || !registers[REG_RSI])
+		return;
+	memcpy(&set, (void *)registers[REG_RSI], sizeof(set));
+	set &= ~(1ul << (SIGTRAP - 1));
+	registers[REG_RSI] = (greg_t)&set;
+}
+
 static void on_trap(int signal, siginfo_t *info, void *data)
 {
 	greg_t *registers = ((ucontext_t *)data)->uc_mcontext.gregs;
@@ -247,6 +260,7 @@ static void on_trap(int signal, siginfo_t *info, void *data)
 	pid_t pid = 0;
 
 	(void)signal, (void)info;
+	keep_traps(registers);
 	if (at < text_start || at >= text_end || seen++ != stop_at)
 		return;
 	registers[REG_EFL] &= ~(greg_t)TRAP;

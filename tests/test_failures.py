@@ -371,7 +371,7 @@ def named(name):
 def code():
     """Nobody's who is to run in the child: it is left out there."""
     with open(rdmafork.get_library(), "rb") as file:
-        return checked(libc.mmap(None, 8 * PAGE, 5, mmap.MAP_PRIVATE, file.fileno(), 0), "mmap()")
+        return of_file(file.fileno(), mmap.MAP_PRIVATE, prot=5)
 
 
 def locked():

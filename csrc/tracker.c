@@ -1,17 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "tracker.h"
 #include "patch.h"
+#include "sys.h"
 
 #include <errno.h>
 #include <string.h>
 
 #define ENABLED 1	/* enum ibv_fork_status */
 
-/* Anything else than the one node, another layout too, is in use. */
-static bool is_empty(const struct rf_tracker_node *root)
+/*
+ * Anything else than the one node, another layout too, is in use. What was compared with zero
+ * may be a count in a libibverbs that nobody knows, and no address: the kernel reads it.
+ */
+static bool is_empty(uintptr_t address)
 {
-	return !root->parent && !root->left && !root->right && !root->start &&
-	       root->end == UINTPTR_MAX && !root->count;
+	struct rf_tracker_node root;
+	struct iovec to = { &root, sizeof(root) }, from = { (void *)address, sizeof(root) };
+
+	return rf_sys_copy(&to, &from, 1) == sizeof(root) && !root.parent && !root.left &&
+	       !root.right && !root.start && root.end == UINTPTR_MAX && !root.count;
 }
 
 int rf_tracker_is_used(uintptr_t dontfork_range, uintptr_t status, bool forking)
@@ -20,7 +27,7 @@ int rf_tracker_is_used(uintptr_t dontfork_range, uintptr_t status, bool forking)
 	int (*ask)(void);
 
 	if (root)
-		return *root && !is_empty((const struct rf_tracker_node *)*root);
+		return *root && !is_empty(*root);
 	if (!status)
 		return 0;
 	memcpy(&ask, &status, sizeof(ask));

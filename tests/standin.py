@@ -20,6 +20,7 @@ NO_PLT = ["-fno-plt"]
 DIRECT = ["-Wl,-Bsymbolic-functions"]
 DIRECT_CET = [*DIRECT, "-fcf-protection"]
 OTHER_CODE = [*DIRECT, "-DOTHER_CODE"]
+COUNTS = [*DIRECT, "-DCOUNTS"]
 
 x86_64 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="jumps are for x86-64")
 

@@ -15,6 +15,7 @@ import bound
 import pytest
 from conftest import PAGE, SLOWNESS, child, fork_once, fresh, map_at, private_map, run, vm_flags
 from standin import (
+    COUNTS,
     DIRECT,
     DIRECT_CET,
     NO_PLT,
@@ -235,6 +236,20 @@ def _other_code(path):
         rdmafork.fork_init(intercept=True)
     assert caught.value.errno == errno.ENOTSUP
     assert library.ibv_fork_init() == 0
+    is_left_alone(library)
+
+
+@x86_64
+def test_what_its_range_functions_look_at_may_be_a_count(build):
+    """Not the address of a tracker's root: read as one, it would crash."""
+    run(_counts, build("libibverbs.so.1", COUNTS))
+
+
+def _counts(path):
+    library = load(path)
+    assert library.ibv_fork_init() == 0
+    with pytest.raises(OSError, match="protects memory already"):
+        rdmafork.fork_init(intercept=True)
     is_left_alone(library)
 
 

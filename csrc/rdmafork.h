@@ -71,7 +71,7 @@ enum rf_cause {
 	RF_CAUSE_WRAP,		/* EOVERFLOW: address + nbytes leaves the address space */
 	RF_CAUSE_POLICY,	/* EINVAL: unknown; ENOTSUP: RF_KEEP, copying is not trusted */
 	RF_CAUSE_HOLE,		/* ENOMEM: [start, end) of the range is not mapped */
-	RF_CAUSE_VMA_LIMIT,	/* ENOMEM: would take more than half of vm.max_map_count */
+	RF_CAUSE_VMA_LIMIT,	/* ENOMEM: over half of vm.max_map_count, or no memory for it */
 	RF_CAUSE_ENGINE_MEMORY,	/* ENOMEM: the engine's own tables cannot grow */
 	RF_CAUSE_REFUSED,	/* the kernel's madvise() refused [start, end): sealed, special */
 	RF_CAUSE_NO_PROC,	/* the page size of [start, end) is unknown without /proc */

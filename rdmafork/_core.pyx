@@ -659,8 +659,9 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
     elif cause == RF_CAUSE_VMA_LIMIT:
         text = (
             f"{what}it would take the process past half of vm.max_map_count "
-            f"({kernel_info().max_map_count}), or the kernel is out of mappings; raise it with "
-            f"sysctl vm.max_map_count, or register fewer and larger buffers")
+            f"({kernel_info().max_map_count}), or the kernel has no memory for more mappings; "
+            f"raise sysctl vm.max_map_count or the control group's memory limit, or register "
+            f"fewer and larger buffers")
     elif cause == RF_CAUSE_ENGINE_MEMORY:
         text = (
             f"{what if length else ''}no memory for rdmafork's own tables; free some, or raise "

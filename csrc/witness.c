@@ -238,12 +238,13 @@ static void put_kernel(struct rf_json *json)
 	rf_json_close(json, '}');
 }
 
-static void put_numbers(struct rf_json *json)
+/* Not @known in a signal handler that has interrupted the engine, and calls exit(). */
+static void put_numbers(struct rf_json *json, bool *known)
 {
 	const struct rf_registry *registry = &rf_engine.registry;
-	struct rf_stats stats;
+	struct rf_stats stats = { 0 };
 
-	(void)rf_stats(&stats);
+	*known = rf_stats(&stats) >= 0;
 	rf_json_open(json, "registrations", '{');
 	rf_json_number(json, "total", registry->last_serial - registry->inherited);
 	rf_json_number(json, "live", stats.registrations);
@@ -303,16 +304,19 @@ static void put_callers(struct rf_json *json)
 static void put_line(struct rf_json *json)
 {
 	static const char *const modes[] = { NULL, NULL, "lazy", "eager" };
+	bool known;
 
 	rf_json_open(json, NULL, '{');
 	put_process(json);
 	rf_json_string(json, "mode", modes[rf_mode()]);
 	put_kernel(json);
-	put_numbers(json);
+	put_numbers(json, &known);
 	put_libraries(json);
 	rf_json_open(json, "errors", '[');
 	if (*witness.failure)
 		rf_json_string(json, NULL, witness.failure);
+	if (!known)
+		rf_json_string(json, NULL, "rdmafork: ended inside the engine: not all is counted");
 	rf_json_close(json, ']');
 	put_callers(json);
 	rf_json_close(json, '}');

@@ -1,0 +1,186 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * A program under "rdmafork exec", whose engine starts by the environment and tells at the
+ * end what it did: every system call of either fails, with every errno, and the program is
+ * none the worse for it. It is protected by the engine or by libibverbs, and its report is
+ * a whole line or none.
+ */
+#include "check.h"
+#include "engine.h"
+#include "witness.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+
+#define DONE 2 /* exit status: fewer calls were made */
+
+static const int errors[] = { ENOMEM, EAGAIN, EINVAL, EPERM, EACCES, ENOSYS, EMFILE, EIO };
+
+static char report[] = "/tmp/rdmafork-report-XXXXXX";
+
+/* What it fails as it exits. */
+static unsigned long last_nth;
+static int last_error;
+
+/* Run by exit() before the report, as the library's destructor is older. */
+static void fail_what_follows(void)
+{
+	rf_sys_fail(last_nth, last_error);
+}
+
+static int call(void *handle, const char *name, void *memory, size_t nbytes)
+{
+	int (*function)(void *, size_t);
+
+	*(void **)&function = dlsym(handle, name);
+	CHECK(function, "%s", dlerror());
+	return function(memory, nbytes);
+}
+
+/* What a program does with libibverbs. */
+static void work(void)
+{
+	void *handle = dlopen("build/ctest/standin-slots.so", RTLD_NOW | RTLD_LOCAL);
+	char *memory = check_map(4);
+
+	CHECK(handle, "%s", dlerror());
+	/* As a fork would, libibverbs' own protection is asked for where nothing else is. */
+	if (rf_mode() == RF_MODE_NONE)
+		CHECK(call(handle, "ibv_fork_init", NULL, 0) == 0);
+	else
+		check_fork();
+	CHECK(call(handle, "standin_register", memory + check_page, 2 * check_page) == 0);
+	CHECK(check_marked(memory, 4) == 2);
+	check_fork();
+	CHECK(call(handle, "standin_release", memory + check_page, 2 * check_page) == 0);
+	CHECK(check_marked(memory, 4) == 0);
+}
+
+__attribute__((noreturn)) static void run_once(unsigned long nth, int error, bool at_the_end)
+{
+	unsigned long faults = rf_sys_faults();
+	int null = open("/dev/null", O_WRONLY);
+
+	/* Where it says that it was not started. */
+	CHECK(null >= 0 && dup2(null, STDERR_FILENO) == STDERR_FILENO);
+	if (!at_the_end)
+		rf_sys_fail(nth, error);
+	rf_witness_begin();
+	rf_sys_fail(0, 0);
+	faults = rf_sys_faults() - faults;
+	CHECK(rf_mode() != RF_MODE_NONE || faults);
+	work();
+	if (at_the_end) {
+		last_nth = nth;
+		last_error = error;
+		CHECK(atexit(fail_what_follows) == 0);
+	}
+	exit(faults || at_the_end ? 0 : DONE);
+}
+
+/* The report so far, which is taken away. */
+static size_t take_report(char *text, size_t nbytes)
+{
+	int fd = open(report, O_RDWR);
+	ssize_t length = read(fd, text, nbytes - 1);
+
+	CHECK(length >= 0 && ftruncate(fd, 0) == 0);
+	close(fd);
+	text[length] = '\0';
+	return (size_t)length;
+}
+
+static void ask_for_a_report(void)
+{
+	int fd = mkstemp(report);
+
+	CHECK(fd >= 0);
+	close(fd);
+	CHECK(setenv("RDMAFORK_EXEC", "1", 1) == 0);
+	CHECK(setenv("RDMAFORK_REPORT", report, 1) == 0);
+}
+
+static void check_line(const char *text, size_t length)
+{
+	CHECK(length > 2 && text[0] == '{' && !strcmp(text + length - 2, "}\n"), "%s", text);
+	CHECK(strchr(text, '\n') == text + length - 1, "%s", text);
+}
+
+static void fail_each(bool at_the_end)
+{
+	static char text[1 << 16];
+	unsigned long nth, faults = 0, none = 0;
+	size_t i, length;
+	int status;
+
+	ask_for_a_report();
+	for (i = 0; i < COUNT_OF(errors); i++) {
+		/* As it ends it makes fewer calls than these. */
+		for (nth = 1, status = 0; status != DONE && nth < (at_the_end ? 12 : 100); nth++) {
+			pid_t pid = fork();
+
+			CHECK(pid >= 0);
+			if (!pid)
+				run_once(nth, errors[i], at_the_end);
+			status = check_wait(pid);
+			CHECK(status == 0 || status == DONE, "call %lu with %s: %d", nth,
+			      strerror(errors[i]), status);
+			length = take_report(text, sizeof(text));
+			if (length)
+				check_line(text, length);
+			else
+				none++;
+			CHECK(length || at_the_end, "no report");
+		}
+		faults += nth - 1;
+	}
+	unlink(report);
+	CHECK(status == DONE || at_the_end);
+	CHECK(none || !at_the_end, "every report was written");
+	printf("        %lu calls failed, %lu without a report\n", faults, none);
+	fflush(stdout);
+}
+
+static void at_the_start_whatever_fails_the_program_runs(void)
+{
+	fail_each(false);
+}
+
+static void at_the_end_whatever_fails_the_report_is_whole_or_none(void)
+{
+	fail_each(true);
+}
+
+/* exit() in a signal handler that has interrupted the engine. */
+static void ended_inside_the_engine_it_says_so(void)
+{
+	static char text[1 << 16];
+	size_t length;
+	pid_t pid;
+
+	ask_for_a_report();
+	pid = fork();
+	CHECK(pid >= 0);
+	if (!pid) {
+		rf_witness_begin();
+		CHECK(rf_enter(0) == 0);
+		exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	length = take_report(text, sizeof(text));
+	unlink(report);
+	check_line(text, length);
+	CHECK(strstr(text, "\"errors\": [\"") && strstr(text, "inside the engine"), "%s", text);
+	CHECK(strstr(text, "\"left_bytes\": 0,"), "%s", text);
+}
+
+int main(int argc, char **argv)
+{
+	const struct check_scenario scenarios[] = {
+		SCENARIO(at_the_start_whatever_fails_the_program_runs),
+		SCENARIO(at_the_end_whatever_fails_the_report_is_whole_or_none),
+		SCENARIO(ended_inside_the_engine_it_says_so),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

@@ -7,7 +7,8 @@
 
 #include <errno.h>
 
-struct rf_engine rf_engine;
+uint64_t rf_unwiped;
+struct rf_engine rf_engine = { .alive = &rf_unwiped };
 
 int rf_enter_slowly(unsigned int flags)
 {
@@ -76,6 +77,11 @@ bool rf_become_child(void)
 		if (before == rf_lock_self())
 			return false;
 		before = 0;
+	}
+	if (!engine->generation) {
+		rf_install();
+		__atomic_store_n(&rf_unwiped, 1, __ATOMIC_RELEASE);
+		return true;
 	}
 	engine->generation++;
 	engine->registry.inherited = engine->registry.last_serial;

@@ -59,8 +59,20 @@ struct rf_engine {
 extern struct rf_engine rf_engine;
 
 /*
- * This is a child of the process whose state it finds. False in a signal handler
- * that has interrupted just this.
+ * Where @alive points before there is an engine, and where a page that is wiped at fork
+ * cannot be had: raw clones go unnoticed.
+ */
+extern uint64_t rf_unwiped;
+
+/*
+ * Make the engine, in our constructor or at a call before that: of several libraries that
+ * are preloaded or linked the loader may run another's constructor first.
+ */
+void rf_install(void);
+
+/*
+ * This is a child of the process whose state it finds, or the first to call at all. False
+ * in a signal handler that has interrupted just this.
  */
 bool rf_become_child(void);
 

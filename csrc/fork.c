@@ -64,12 +64,9 @@ static void parent(void)
 		;
 }
 
-/* Used where a page that is wiped at fork cannot be had: raw clones go unnoticed. */
-static uint64_t unwiped;
-
 static void child(void)
 {
-	unwiped = 0;
+	rf_unwiped = 0;
 	/* Before anything here maps memory. What is shown without it is another fork's. */
 	if (saved)
 		rf_edges_restore(&rf_engine.edges);
@@ -81,16 +78,12 @@ static void child(void)
 	rf_descriptors_replace(&rf_engine.descriptors);
 }
 
-/*
- * As the library is loaded: a handler that is installed while another thread
- * forks is skipped for that fork, and glibc before 2.36 deadlocks on
- * pthread_atfork() in a thread that another fork handler waits for.
- */
-__attribute__((constructor)) static void install(void)
+void rf_install(void)
 {
 	struct rf_engine *engine = &rf_engine;
 	void *page = NULL;
 	size_t nbytes = 64 * 1024; /* the largest base page */
+	uint64_t *alive = &rf_unwiped;
 
 	rf_registry_init(&engine->registry);
 	rf_index_init(&engine->ibv_ranges);
@@ -102,12 +95,21 @@ __attribute__((constructor)) static void install(void)
 	engine->edges.wiped.gaps = &engine->wiper.gaps;
 	if (rf_sys_map(nbytes, &page) >= 0 &&
 	    rf_sys_madvise((uintptr_t)page, nbytes, MADV_WIPEONFORK) >= 0)
-		engine->alive = page;
-	else
-		engine->alive = &unwiped;
-	*engine->alive = 1;
+		alive = page;
 	engine->generation = 1;
 	engine->patience = PATIENCE;
 	pthread_atfork(prepare, parent, child);
+	*alive = 1;
+	__atomic_store_n(&engine->alive, alive, __ATOMIC_RELEASE);
+}
+
+/*
+ * As the library is loaded: a handler that is installed while another thread
+ * forks is skipped for that fork, and glibc before 2.36 deadlocks on
+ * pthread_atfork() in a thread that another fork handler waits for.
+ */
+__attribute__((constructor)) static void begin(void)
+{
+	(void)rf_notice_child();
 	rf_witness_begin();
 }

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import PAGE, child, fork_once, fresh, is_mapped, private_map, vm_flags
+from conftest import PAGE, child, compile_c, fork_once, fresh, is_mapped, private_map, vm_flags
 
 import rdmafork
 
@@ -90,6 +90,41 @@ def test_preloaded_twice(run, copied):
 def _preloaded_twice():
     works()
     assert len(engines()) == 1
+
+
+CONSTRUCTOR = """
+#include <stddef.h>
+int ibv_fork_init(void), ibv_is_fork_initialized(void);
+int ibv_dontfork_range(void *, size_t), ibv_dofork_range(void *, size_t);
+_Alignas(65536) static char memory[65536];
+int results[4] = { -2, -2, -2, -2 };
+__attribute__((constructor)) static void begin(void)
+{
+    results[0] = ibv_dontfork_range(memory, sizeof(memory));
+    results[1] = ibv_is_fork_initialized();
+    results[2] = ibv_fork_init();
+    results[3] = ibv_dofork_range(memory, sizeof(memory));
+}
+"""
+
+
+def test_another_s_constructor_may_call_before_its_own(run, tmp_path):
+    """Of two libraries that do not need each other the loader starts the last one first."""
+    source = tmp_path / "early.c"
+    source.write_text(CONSTRUCTOR)
+    early = compile_c(tmp_path / "early.so", "-shared", "-fPIC", source)
+    preload = [rdmafork.get_library(), early]
+    for env in ({}, {"RDMAFORK_EXEC": "1"}):
+        run(_called_before, early, preload=preload, env=env)
+
+
+def _called_before(early):
+    results = (ctypes.c_int * 4).in_dll(ctypes.CDLL(early), "results")
+    status = 2 if rdmafork.kernel_info().copy_on_fork_trusted else 1
+    assert list(results) == [0, status, 0, 0]
+    stats = rdmafork.stats()
+    assert (stats.ibv_calls, stats.ibv_ranges, stats.registrations) == (2, 0, 0)
+    works()
 
 
 @fresh

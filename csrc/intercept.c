@@ -48,6 +48,7 @@ static struct {
 	bool on;
 	bool any;			/* a libibverbs has been seen */
 	bool changing;			/* what follows */
+	bool unfinished;		/* another thread is in dlopen(): look again */
 	unsigned long long seen;	/* objects ever loaded and unloaded, as of the last look */
 	struct copy copies[RF_LIBRARIES];
 	size_t count;
@@ -120,6 +121,15 @@ static bool read_foreign(struct rf_object *object, const struct dl_phdr_info *in
 	return rf_object_read(object, info) && !rf_object_find(object, "rf_abi");
 }
 
+/* If not it is left alone, and looked at again. */
+static bool is_relocated(const struct rf_object *object)
+{
+	bool relocated = rf_object_is_relocated(object);
+
+	state.unfinished |= !relocated;
+	return relocated;
+}
+
 static int find_copy(struct dl_phdr_info *info, size_t size, void *unused)
 {
 	struct rf_object object;
@@ -129,7 +139,8 @@ static int find_copy(struct dl_phdr_info *info, size_t size, void *unused)
 	size_t i, at = 0;
 
 	(void)size, (void)unused;
-	if (!read_foreign(&object, info) || !rf_object_find(&object, names[NAME_DONTFORK]))
+	if (!read_foreign(&object, info) || !rf_object_find(&object, names[NAME_DONTFORK]) ||
+	    !is_relocated(&object))
 		return 0;
 	copy = add_copy(&object);
 	if (!copy)
@@ -323,8 +334,6 @@ static int open_object(struct opened *opened, const struct rf_object *object)
 {
 	int rc;
 
-	if (is_open(opened, object))
-		return 0;
 	rc = opened->count < OPENED ? rf_object_open(object) : -ENOMEM;
 	if (rc >= 0)
 		opened->starts[opened->count++] = object->start;
@@ -332,8 +341,8 @@ static int open_object(struct opened *opened, const struct rf_object *object)
 }
 
 /* The next slot of @object that is to be rewritten, in @copy or where no libibverbs is. */
-static uintptr_t *next_to_rewrite(const struct rf_object *object, const struct copy *copy,
-				  size_t *at, size_t *i)
+static uintptr_t *next_to_rewrite(const struct rf_object *object, const struct opened *opened,
+				  const struct copy *copy, size_t *at, size_t *i)
 {
 	const char *name = NULL;
 	uintptr_t *slot, value;
@@ -343,6 +352,12 @@ static uintptr_t *next_to_rewrite(const struct rf_object *object, const struct c
 		if (*i == NAMES)
 			continue;
 		value = __atomic_load_n(slot, __ATOMIC_RELAXED);
+		if (rf_object_is_raw(object, value)) {
+			/* Bound to nothing, or not yet. */
+			if (!is_open(opened, object))
+				(void)is_relocated(object);
+			continue;
+		}
 		if (value != ours(*i) && may_rewrite(object, copy, value))
 			return slot;
 	}
@@ -352,6 +367,7 @@ static uintptr_t *next_to_rewrite(const struct rf_object *object, const struct c
 /* Where only some of a libibverbs' calls could be taken none are: it is refused. */
 static int open_slots(struct dl_phdr_info *info, size_t size, void *data)
 {
+	struct opened *opened = data;
 	struct rf_object object;
 	struct copy *copy, *called;
 	uintptr_t *slot;
@@ -361,8 +377,9 @@ static int open_slots(struct dl_phdr_info *info, size_t size, void *data)
 	if (!read_foreign(&object, info))
 		return 0;
 	copy = copy_at(object.start);
-	while ((slot = next_to_rewrite(&object, copy, &at, &i))) {
-		if (!rf_object_is_read_only(&object, slot) || open_object(data, &object) >= 0)
+	while ((slot = next_to_rewrite(&object, opened, copy, &at, &i))) {
+		if (!rf_object_is_read_only(&object, slot) || is_open(opened, &object) ||
+		    !is_relocated(&object) || open_object(opened, &object) >= 0)
 			continue;
 		called = copy ? copy : copy_at(__atomic_load_n(slot, __ATOMIC_RELAXED));
 		/* Who calls one that has a jump comes here all the same. */
@@ -387,7 +404,7 @@ static int rewrite_slots(struct dl_phdr_info *info, size_t size, void *data)
 	if (!read_foreign(&object, info))
 		return 0;
 	copy = copy_at(object.start);
-	while ((slot = next_to_rewrite(&object, copy, &at, &i))) {
+	while ((slot = next_to_rewrite(&object, opened, copy, &at, &i))) {
 		if (i > opened->last ||
 		    (rf_object_is_read_only(&object, slot) && !is_open(opened, &object)))
 			continue;
@@ -465,6 +482,7 @@ static void look_at_all(bool forking)
 	if (loaded == state.seen)
 		return;
 	state.changing = true;
+	state.unfinished = false;
 	find_copies();
 	for (i = 0; i < state.count; i++) {
 		struct copy *copy = &state.copies[i];
@@ -477,7 +495,7 @@ static void look_at_all(bool forking)
 	}
 	if (state.count)
 		dl_iterate_phdr(rewrite_all, NULL);
-	state.seen = settled ? loaded : 0;
+	state.seen = settled && !state.unfinished ? loaded : 0;
 	state.changing = false;
 }
 

@@ -244,6 +244,20 @@ bool rf_object_is_read_only(const struct rf_object *object, const uintptr_t *slo
 	       (uintptr_t)slot < page_of(object->relro_end);
 }
 
+bool rf_object_is_relocated(const struct rf_object *object)
+{
+	/* Copied onto itself, which its page lets happen or not. Nobody ever changes a tag. */
+	struct iovec tag = { (void *)object->dynamic, 1 };
+
+	return !rf_object_is_read_only(object, (const uintptr_t *)object->dynamic) ||
+	       rf_sys_copy(&tag, &tag, 1) != 1;
+}
+
+bool rf_object_is_raw(const struct rf_object *object, uintptr_t value)
+{
+	return object->base && value < object->end - object->base;
+}
+
 static int protect(const struct rf_object *object, int protection)
 {
 	uintptr_t start = page_of(object->relro_start);

@@ -52,6 +52,15 @@ uintptr_t rf_object_find(const struct rf_object *object, const char *name);
  */
 uintptr_t *rf_object_next_slot(const struct rf_object *object, size_t *at, const char **name);
 
+/*
+ * Has the loader filled its slots? Other threads see an object as soon as it is mapped. True
+ * too if it has no RELRO to tell by, which is made read-only last.
+ */
+bool rf_object_is_relocated(const struct rf_object *object);
+
+/* May @value be what a slot holds before that, an address without the base or nothing? */
+bool rf_object_is_raw(const struct rf_object *object, uintptr_t value);
+
 /* Is it made read-only once the loader has filled it? */
 bool rf_object_is_read_only(const struct rf_object *object, const uintptr_t *slot);
 

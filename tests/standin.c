@@ -30,6 +30,10 @@ static struct node *root;
 #endif
 static int inits, own_calls;
 
+/* Where a program defines it as an IFUNC, that is called in the middle of relocating. */
+extern int standin_wait(void) __attribute__((weak));
+int (*const standin_waits)(void) = standin_wait;
+
 int ibv_fork_init(void)
 {
 	inits++;

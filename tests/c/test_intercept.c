@@ -10,6 +10,8 @@
 #include "object.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
+#include <semaphore.h>
 
 #define DONE 2 /* exit status: fewer calls were made */
 
@@ -33,13 +35,13 @@ static void *find(void *handle, const char *name)
 	return found;
 }
 
-static void load(const char *kind)
+static void load(const char *kind, int mode)
 {
 	char path[64];
 	void *handle;
 
 	snprintf(path, sizeof(path), "build/ctest/standin-%s.so", kind);
-	handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+	handle = dlopen(path, mode | RTLD_LOCAL);
 	CHECK(handle, "%s", dlerror());
 	*(void **)&library.fork_init = find(handle, "ibv_fork_init");
 	*(void **)&library.enter = find(handle, "standin_register");
@@ -78,7 +80,7 @@ static void run_once(const char *kind, void (*fail)(unsigned long, int), unsigne
 	check_start(RF_MODE_EAGER);
 	if (by_fork)
 		CHECK(rf_intercept(&error) == 0);
-	load(kind);
+	load(kind, RTLD_NOW);
 	fail(nth, with);
 	if (by_fork)
 		check_fork();
@@ -166,12 +168,93 @@ static void a_slot_is_read_only_where_its_page_is(void)
 		      "%zu", (size_t)at);
 }
 
+#if defined(__GLIBC__)
+static struct {
+	bool on;
+	sem_t reached, done;
+} relocating;
+
+static int nothing(void)
+{
+	return 0;
+}
+
+/* The loader calls it as it relocates a library that refers to the function below. */
+static int (*pick(void))(void)
+{
+	if (relocating.on) {
+		CHECK(sem_post(&relocating.reached) == 0);
+		CHECK(sem_wait(&relocating.done) == 0);
+	}
+	return nothing;
+}
+
+int standin_wait(void);
+int standin_wait(void) __attribute__((ifunc("pick")));
+
+static void *look_meanwhile(void *unused)
+{
+	CHECK(sem_wait(&relocating.reached) == 0);
+	if (by_fork)
+		check_fork();
+	else
+		CHECK(rf_libraries(NULL, 0) == 0);
+	relocating.on = false;
+	CHECK(sem_post(&relocating.done) == 0);
+	return unused;
+}
+
+static void look_as_it_is_relocated(const char *kind, int mode)
+{
+	struct rf_error error;
+	pthread_t thread;
+
+	check_start(RF_MODE_EAGER);
+	CHECK(rf_intercept(&error) == 0);
+	CHECK(sem_init(&relocating.reached, 0, 0) == 0 && sem_init(&relocating.done, 0, 0) == 0);
+	relocating.on = true;
+	CHECK(pthread_create(&thread, NULL, look_meanwhile, NULL) == 0);
+	load(kind, mode);
+	CHECK(pthread_join(thread, NULL) == 0);
+	CHECK(!relocating.on);
+	check_fork();
+	check_whole(true);
+	CHECK(rf_libraries(NULL, 0) == 1);
+	_exit(0);
+}
+
+/* What the loader has mapped other threads find before it has relocated it. */
+static void nothing_is_changed_while_the_loader_is_at_work(void)
+{
+	static const int modes[] = { RTLD_NOW, RTLD_LAZY };
+	size_t kind, i;
+
+	for (i = 0; i < 2 * COUNT_OF(kinds) * COUNT_OF(modes); i++) {
+		pid_t child = fork();
+
+		CHECK(child >= 0);
+		by_fork = i % 2;
+		kind = i / 2 % COUNT_OF(kinds);
+#if !defined(__x86_64__)
+		if (!strcmp(kinds[kind], "direct"))
+			kind = 0;
+#endif
+		if (!child)
+			look_as_it_is_relocated(kinds[kind], modes[i / 2 / COUNT_OF(kinds)]);
+		CHECK(check_wait(child) == 0, "%s, by fork: %d", kinds[kind], by_fork);
+	}
+}
+#endif
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(its_calls_are_taken_all_or_none),
 		SCENARIO(noticed_by_a_fork_they_are_taken_all_or_none),
 		SCENARIO(a_slot_is_read_only_where_its_page_is),
+#if defined(__GLIBC__)
+		SCENARIO(nothing_is_changed_while_the_loader_is_at_work),
+#endif
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

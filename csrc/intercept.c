@@ -472,6 +472,37 @@ static bool is_as_it_was(const struct copy *copy)
 	return copy->library.how != RF_LIBRARY_PATCHED || is_patched(copy);
 }
 
+/* In a callback, as above: what is read of a libibverbs, its code too, stays where it is. */
+static int serve_all(struct dl_phdr_info *info, size_t size, void *unused)
+{
+	size_t i;
+
+	find_copies();
+	for (i = 0; i < state.count; i++) {
+		if (is_as_it_was(&state.copies[i]))
+			continue;
+		settle(&state.copies[i], true);
+		dl_iterate_phdr(name_user, &state.copies[i]);
+	}
+	return state.count ? rewrite_all(info, size, unused) : 1;
+}
+
+/* Those that have to be asked: whatever that takes, it is not done under the loader's lock. */
+static void ask_all(void)
+{
+	bool asked = false;
+	size_t i;
+
+	for (i = 0; i < state.count; i++) {
+		if (state.copies[i].settled)
+			continue;
+		settle(&state.copies[i], false);
+		asked = true;
+	}
+	if (asked)
+		dl_iterate_phdr(rewrite_all, NULL);
+}
+
 static void look_at_all(bool forking)
 {
 	unsigned long long loaded = 0;
@@ -483,18 +514,11 @@ static void look_at_all(bool forking)
 		return;
 	state.changing = true;
 	state.unfinished = false;
-	find_copies();
-	for (i = 0; i < state.count; i++) {
-		struct copy *copy = &state.copies[i];
-
-		if (is_as_it_was(copy))
-			continue;
-		settle(copy, forking);
-		settled = settled && copy->settled;
-		dl_iterate_phdr(name_user, copy);
-	}
-	if (state.count)
-		dl_iterate_phdr(rewrite_all, NULL);
+	dl_iterate_phdr(serve_all, NULL);
+	if (!forking)
+		ask_all();
+	for (i = 0; i < state.count; i++)
+		settled = settled && state.copies[i].settled;
 	state.seen = settled && !state.unfinished ? loaded : 0;
 	state.changing = false;
 }

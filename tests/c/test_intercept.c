@@ -168,6 +168,40 @@ static void a_slot_is_read_only_where_its_page_is(void)
 		      "%zu", (size_t)at);
 }
 
+static bool loaded_enough;
+
+static void *load_and_unload(void *path)
+{
+	void *handle;
+
+	while (!__atomic_load_n(&loaded_enough, __ATOMIC_RELAXED)) {
+		handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+		CHECK(handle, "%s", dlerror());
+		CHECK(dlclose(handle) == 0);
+	}
+	return NULL;
+}
+
+static void another_thread_loads_and_unloads_one(void)
+{
+	unsigned long i, forks = check_scale(600);
+	struct rf_error error;
+	pthread_t thread;
+	int served;
+
+	check_start(RF_MODE_EAGER);
+	CHECK(rf_intercept(&error) == 0);
+	CHECK(pthread_create(&thread, NULL, load_and_unload, "build/ctest/standin-direct.so") == 0);
+	for (i = 0; i < forks; i++) {
+		check_fork();
+		served = rf_intercept(&error);
+		CHECK(served == 0 || served == 1 || served == -ENOTSUP, "%d", served);
+	}
+	__atomic_store_n(&loaded_enough, true, __ATOMIC_RELAXED);
+	CHECK(pthread_join(thread, NULL) == 0);
+	CHECK(rf_libraries(NULL, 0) == 0);
+}
+
 #if defined(__GLIBC__)
 static struct {
 	bool on;
@@ -252,6 +286,7 @@ int main(int argc, char **argv)
 		SCENARIO(its_calls_are_taken_all_or_none),
 		SCENARIO(noticed_by_a_fork_they_are_taken_all_or_none),
 		SCENARIO(a_slot_is_read_only_where_its_page_is),
+		SCENARIO(another_thread_loads_and_unloads_one),
 #if defined(__GLIBC__)
 		SCENARIO(nothing_is_changed_while_the_loader_is_at_work),
 #endif

@@ -84,10 +84,11 @@ static int open_null(struct rf_descriptors *descriptors)
 
 	if (is_still(null))
 		return 0;
+	/* Somebody has closed it, and its number may be his now. */
+	set_number(null, 0);
 	fd = rf_sys_open("/dev/null", RF_READ);
 	if (fd < 0)
 		return fd;
-	set_number(null, 0);
 	rc = rf_sys_identify(fd, &null->file);
 	if (rc < 0) {
 		rf_sys_close(fd);

@@ -226,7 +226,7 @@ static int reserve(void)
 
 static void the_reserve_may_be_lost(void)
 {
-	const struct rlimit none = { 0, 0 };
+	const struct rlimit few = { 64, 64 }, none = { 0, 0 };
 	int device = open_device();
 
 	CHECK(rf_descriptor_omit(device, 0) == 0);
@@ -236,6 +236,11 @@ static void the_reserve_may_be_lost(void)
 	/* Its number is somebody else's by now, who keeps it. */
 	CHECK(open_device() == reserve());
 	CHECK(in_child(is_null, device) && in_child(is_device, reserve()));
+	/* No number is free for another: what is in the place of ours is not for the device. */
+	CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+	while (dup(device) >= 0)
+		;
+	CHECK(in_child(is_closed, device) && in_child(is_device, reserve()));
 	CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
 	CHECK(in_child(is_closed, device));
 	CHECK(is_device(device));

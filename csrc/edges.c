@@ -303,8 +303,20 @@ UNSANITIZED static void store(uintptr_t to, const char *from, size_t nbytes)
 		*bytes++ = *from++;
 }
 
+/* To a page that may be gone, or closed to writers, as it is again when this returns. */
+static void copy_to(const struct rf_edges *edges, const struct iovec *to, const struct iovec *from)
+{
+	const uintptr_t page = down(edges, (uintptr_t)to->iov_base);
+
+	if (rf_sys_copy(to, from, 1) == (ssize_t)to->iov_len ||
+	    rf_sys_protect(page, edges->page_size, PROT_READ | PROT_WRITE) < 0)
+		return;
+	(void)rf_sys_copy(to, from, 1);
+	(void)rf_sys_protect(page, edges->page_size, PROT_READ);
+}
+
 /* As far as @piece lies in [@start, @end), which is @mapped or may be gone. */
-static void put_back(const struct rf_snapshot *snapshot, const struct rf_piece *piece,
+static void put_back(const struct rf_edges *edges, const struct rf_piece *piece,
 		     uintptr_t start, uintptr_t end, bool mapped)
 {
 	struct iovec from, to;
@@ -313,14 +325,14 @@ static void put_back(const struct rf_snapshot *snapshot, const struct rf_piece *
 	end = piece->end < end ? piece->end : end;
 	if (start >= end)
 		return;
-	from.iov_base = (char *)snapshot + piece->at + (start - piece->start);
+	from.iov_base = (char *)edges->shown + piece->at + (start - piece->start);
 	from.iov_len = end - start;
 	to.iov_base = (void *)start;
 	to.iov_len = end - start;
 	if (mapped)
 		store(start, from.iov_base, from.iov_len);
 	else
-		(void)rf_sys_copy(&to, &from, 1);
+		copy_to(edges, &to, &from);
 }
 
 /* Pages of which @pieces hold what is to be on them. */
@@ -332,7 +344,7 @@ static void restore_pages(const struct rf_edges *edges, const struct rf_piece *f
 
 	if (rf_sys_map_at(start, end - start, RF_READ_WRITE) >= 0) {
 		for (piece = first; piece < last; piece++)
-			put_back(edges->shown, piece, start, end, true);
+			put_back(edges, piece, start, end, true);
 		return;
 	}
 	/* Some are there, as their registration ended while the fork was under way. */
@@ -350,7 +362,7 @@ void rf_edges_restore(const struct rf_edges *edges)
 	for (; rf_edges_next(edges, &at, &start, &end); first = at)
 		restore_pages(edges, shown->pieces + first, shown->pieces + at, start, end);
 	for (at = shown ? shown->absent : 0; shown && at < shown->count; at++)
-		put_back(shown, &shown->pieces[at], 0, UINTPTR_MAX, false);
+		put_back(edges, &shown->pieces[at], 0, UINTPTR_MAX, false);
 }
 
 uint64_t rf_edges_bytes(const struct rf_edges *edges)

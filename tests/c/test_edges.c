@@ -310,6 +310,23 @@ static void what_cannot_be_read_is_no_harm(void)
 	check_empty();
 }
 
+/* Pages that are wiped may be closed to writers by then, as in the parent. */
+static void what_cannot_be_written_is_given_back(void)
+{
+	struct region regions[2];
+
+	prepare_memory(PAGES);
+	start_whole();
+	add(&regions[0], 100, 200, RF_WIPE);
+	add(&regions[1], 2 * check_page + 100, 4 * check_page + 200, RF_WIPE);
+	CHECK(mprotect(memory, 8 * check_page, PROT_READ) == 0);
+	model(regions, 2);
+	check_children();
+	check_release(regions[0].handle);
+	check_release(regions[1].handle);
+	check_empty();
+}
+
 /* Each of a fork's system calls fails: a byte is as it was or cannot be read, never another. */
 static bool is_sane(void)
 {
@@ -508,6 +525,7 @@ int main(int argc, char **argv)
 		SCENARIO_HUGE(many_in_one_huge_page),
 		SCENARIO(a_private_file),
 		SCENARIO(what_cannot_be_read_is_no_harm),
+		SCENARIO(what_cannot_be_written_is_given_back),
 		SCENARIO(failures_invent_nothing),
 		SCENARIO(room_is_taken_at_the_registration),
 		SCENARIO(registered_while_a_fork_is_under_way),

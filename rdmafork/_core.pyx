@@ -262,12 +262,15 @@ cdef bint is_absent(Registration self):
     if not self.is_protected or self.policy != RF_OMIT:
         return False
     held = <object>self.view.obj if <PyObject *>self.view.obj != NULL else self.owner
-    while held is not None and not isinstance(held, mmap):
-        if isinstance(held, memoryview):
-            held = held.obj
-        else:
-            held = getattr(held, "base", None)
-    return held is None
+    # Whatever class an owner is of: to ask for its base may fail, or lead nowhere for ever.
+    try:
+        for _ in range(16):
+            if held is None or isinstance(held, mmap):
+                return held is None
+            held = held.obj if isinstance(held, memoryview) else getattr(held, "base", None)
+    except Exception:
+        pass
+    return True
 
 
 cdef int let_go(Registration self, bint inherited) except -1:

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import sys
+import weakref
 
 import pytest
 from conftest import (
@@ -249,6 +250,44 @@ def test_a_map_let_go_by_the_child_can_be_closed_there(mode):
             return memory.closed
 
         assert child(let_go) is True
+
+
+class Endless:
+    """Its bases never end, as those of a unittest.mock.Mock."""
+
+    @property
+    def base(self):
+        return Endless()
+
+
+class Failing:
+    @property
+    def base(self):
+        raise RuntimeError("it has none")
+
+
+class Gone(dict):
+    """What a weakref.proxy() of it refers to has gone by then."""
+
+
+@both_modes
+@pytest.mark.parametrize("kind", ["endless", "failing", "gone"])
+@fresh
+def test_a_child_closes_whatever_owner_there_is(mode, kind):
+    rdmafork.fork_init(mode)
+    memory, address = private_map(8 * PAGE)
+    target = Gone()
+    owner = {"endless": Endless(), "failing": Failing(), "gone": weakref.proxy(target)}[kind]
+    registration = rdmafork.register_address(address, len(memory), owner=owner)
+    del target
+
+    def close():
+        signal.alarm(10)
+        registration.close()
+        return registration.closed
+
+    assert child(close) is True
+    registration.close()
 
 
 # ---- what a child can do ----------------------------------------------------------------

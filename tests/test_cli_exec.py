@@ -447,10 +447,32 @@ def test_env_is_looked_through(compiled):
         ("env", static),
     ):
         assert "is static" in refused("env", *arguments)[1], arguments
-    assert refused("env", "-i", "true")[0] == 125
-    assert refused("env", "LD_PRELOAD=x", "true")[0] == 125
     check(["env"], os.environ)
     check(["env", "A=1", "true"], os.environ)
+
+
+def test_env_that_takes_the_library_away_is_refused():
+    for arguments in (
+        ("-i",), ("-",), ("-vi",), ("-iS",), ("LD_PRELOAD=x",), ("-u", "LD_PRELOAD"),
+        ("-uLD_PRELOAD",), ("--unset=LD_PRELOAD",), ("-vuLD_PRELOAD",), ("-S", "-i"),
+    ):  # fmt: skip
+        status, words = refused("env", *arguments, "true", env={"LD_PRELOAD": "/l.so"})
+        assert status == 125 and "LD_PRELOAD" in words, arguments
+    status, words = refused("env", "-S", "sh 'x")
+    assert status == 125 and "No closing quotation" in words
+
+
+def test_env_finds_its_program_as_it_is_told_to(script, tmp_path):
+    path = script("#!/bin/sh\necho ran\n")
+    for arguments in (
+        (f"PATH={tmp_path}", path.name),
+        ("-C", str(tmp_path), f"./{path.name}"),
+        (f"--chdir={tmp_path.parent}", f"{tmp_path.name}/{path.name}"),
+        ("-C", str(tmp_path.parent), "env", "-C", tmp_path.name, f"./{path.name}"),
+    ):
+        done = execute("env", *arguments)
+        assert (done.returncode, done.stdout) == (0, "ran\n"), (arguments, done.stderr)
+    assert refused("env", "-u", "PATH", path.name, env={"PATH": f"{tmp_path}:/usr/bin"})[0] == 127
 
 
 def test_scripts_that_are_each_others_interpreters_end(script, tmp_path):

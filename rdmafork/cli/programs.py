@@ -63,7 +63,7 @@ def must_be_first(path: str) -> bool:
 
 def _programs(command: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
     """The program, its interpreter where it is a script, and what env is to start."""
-    path, arguments = _find(command[0], environ), list(command[1:])
+    path, arguments, directory = _find(command[0], environ), list(command[1:]), ""
     for _ in range(_DEPTH):
         head = _head(path)
         if head.startswith(b"#!"):
@@ -76,10 +76,11 @@ def _programs(command: Sequence[str], environ: Mapping[str, str]) -> Iterator[st
         yield path
         if os.path.basename(path) != "env":
             return
-        started = _started_by_env(arguments)
+        started, environ, directory = _started_by_env(arguments, environ, directory)
         if not started:
             return
-        path, arguments = _find(started[0], environ), started[1:]
+        program, *arguments = started
+        path = _find(os.path.join(directory, program) if os.sep in program else program, environ)
 
 
 def _find(program: str, environ: Mapping[str, str]) -> str:
@@ -115,23 +116,49 @@ def _interpreter(path: str, head: bytes) -> list[str]:
     return words
 
 
-def _started_by_env(arguments: Sequence[str]) -> list[str]:
-    """The command in the arguments of env(1), none where there is none."""
-    rest = list(arguments)
-    while rest:
+_ENV_OPTIONS = {"ignore-environment": "i", "unset": "u", "chdir": "C", "split-string": "S"}
+
+
+def _started_by_env(
+    arguments: Sequence[str], environ: Mapping[str, str], directory: str
+) -> tuple[list[str], dict[str, str], str]:
+    """The command in the arguments of env(1), if there is one, its variables and its directory."""
+    rest, changed = list(arguments), dict(environ)
+    while rest and rest[0].startswith("-"):
         word = rest.pop(0)
-        if word in ("-", "-i", "--ignore-environment"):
-            raise Refused(FAILED, f"env {word} takes LD_PRELOAD away: set what is needed before")
-        if word.startswith("LD_PRELOAD="):
-            raise Refused(FAILED, "env sets LD_PRELOAD anew: set it before rdmafork instead")
-        if word.startswith(("-S", "--split-string")):
-            inline = word.removeprefix("-S").removeprefix("--split-string").removeprefix("=")
-            rest = shlex.split(inline or (rest.pop(0) if rest else "")) + rest
-        elif word in ("-u", "--unset", "-C", "--chdir"):
-            rest = rest[1:]
-        elif not word.startswith("-") and "=" not in word:
-            return [word, *rest]
-    return []
+        if word == "--":
+            break
+        letters = word[1:] or "i"
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            letters = _ENV_OPTIONS[name] + value if name in _ENV_OPTIONS else ""
+        while letters:
+            letter, letters = letters[0], letters[1:]
+            if letter == "i":
+                text = f"env {word} takes LD_PRELOAD away: set what is needed before"
+                raise Refused(FAILED, text)
+            if letter not in "uCSa":
+                continue
+            value, letters = letters or (rest.pop(0) if rest else ""), ""
+            if letter == "u":
+                changed.pop(value, None)
+            elif letter == "C":
+                directory = os.path.join(directory, value)
+            elif letter == "S":
+                rest = _split(value) + rest
+    while rest and "=" in rest[0]:
+        name, _, value = rest.pop(0).partition("=")
+        changed[name] = value
+    if changed.get("LD_PRELOAD") != environ.get("LD_PRELOAD"):
+        raise Refused(FAILED, "env sets LD_PRELOAD anew or takes it away: set it before rdmafork")
+    return rest, changed, directory
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise Refused(FAILED, f"env -S {text}: {error}") from None
 
 
 # ---- what keeps a library out -----------------------------------------------------------

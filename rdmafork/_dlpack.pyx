@@ -1,7 +1,7 @@
 # cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
 """The memory of a CPU tensor, through __dlpack__."""
 
-from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t, uintptr_t
 
 
@@ -43,6 +43,10 @@ def borrow(tensor):
     if getattr(tensor, "requires_grad", False):
         tensor = tensor.detach()
     capsule = tensor.__dlpack__()
+    if not PyCapsule_IsValid(capsule, "dltensor"):
+        raise BufferError(
+            f"cannot register this {type(tensor).__name__}: its __dlpack__() returned no tensor, "
+            f"or one that was taken already; it must export a new one at each call")
     cdef Tensor *dl = <Tensor *>PyCapsule_GetPointer(capsule, "dltensor")
     if dl.ndim < 0 or (dl.ndim and dl.shape == NULL):
         raise BufferError(f"cannot register a tensor of {dl.ndim} dimensions without a shape")

@@ -119,6 +119,18 @@ def test_a_tensor_that_is_not_contiguous():
         rdmafork.register(Tensor(np.zeros((4, 10))[:, ::2]))
 
 
+def test_a_tensor_that_was_taken_already_or_is_none():
+    class Spent(Tensor):
+        def __dlpack__(self, **_):
+            return self.array
+
+    taken = np.zeros(3).__dlpack__()
+    np.from_dlpack(Spent(taken))
+    for capsule in (taken, None, ctypes.pythonapi):
+        with fails(BufferError, "Spent", "no tensor", "taken already", "a new one"):
+            rdmafork.register(Spent(capsule))
+
+
 def test_a_tensor_that_raises():
     class Broken(Tensor):
         def __dlpack__(self, **_):

@@ -339,9 +339,14 @@ cdef int protect(Registration self, unsigned int flags, rf_policy policy) except
 cdef int warn_unprotected() except -1:
     if was_set(&warned):
         return 0
-    warnings.warn(
-        "memory is registered before rdmafork.fork_init(), so nothing protects it from fork(); "
-        "call fork_init() first, or set RDMAV_FORK_SAFE=1", UnprotectedWarning)
+    try:
+        warnings.warn(
+            "memory is registered before rdmafork.fork_init(), so nothing protects it from fork(); "
+            "call fork_init() first, or set RDMAV_FORK_SAFE=1", UnprotectedWarning)
+    except BaseException:
+        # Where it is an error nothing is registered, and what is tried next is as unprotected.
+        clear_flag(&warned)
+        raise
     return 0
 
 

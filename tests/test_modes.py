@@ -146,6 +146,18 @@ def test_unprotected_registrations_warn_once():
     assert stats().madvise_calls == 0
 
 
+@fresh
+def test_where_warnings_are_errors_none_is_registered_unprotected():
+    buffer = bytearray(10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            with pytest.raises(rdmafork.UnprotectedWarning):
+                register(buffer)
+    assert stats().registrations == 0
+    buffer.append(1)
+
+
 @pytest.mark.parametrize("how", ["buffer", "address", "empty", "closed"])
 @fresh
 def test_fork_init_after_a_registration_is_refused(how):

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -52,6 +53,48 @@ def test_nobody_reading_on_is_no_error(arguments):
         os.close(writing)
         assert process.stderr.read() == b""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("arguments", [("config",), ("doctor",), ("devices", "--json")])
+@pytest.mark.parametrize("unbuffered", [None, "1"])
+def test_a_full_disk_is_told(arguments, unbuffered):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*RDMAFORK, *arguments], stdout=full, stderr=subprocess.PIPE, text=True,
+            env=environment({"PYTHONUNBUFFERED": unbuffered}), timeout=TIMEOUT,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1:] == [
+        "rdmafork: the output cannot be written: No space left on device"
+    ]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [("--version", 0), ("config", 0), ("doctor --pid 1", 0), ("report /dev/null", 2), ("no", 2)],
+)
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_nothing(arguments, status, closed):
+    line = f"{shlex.join(RDMAFORK)} {arguments}"
+    plain = subprocess.run(line, shell=True, capture_output=True, env=environment({}))
+    done = subprocess.run(f"{line} {closed}", shell=True, capture_output=True, env=environment({}))
+    assert done.returncode == plain.returncode == status
+    assert done.stdout == (b"" if ">&-" in closed.split() else plain.stdout)
+    assert done.stderr == (b"" if "2>&-" in closed else plain.stderr)
+
+
+def test_a_report_from_a_closed_stdin_is_none():
+    line = f"{shlex.join(RDMAFORK)} report - <&-"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, env=environment({}))
+    assert done.returncode == 2 and "no process has reported yet" in done.stderr
+
+
+def test_a_program_under_exec_has_closed_what_was_closed():
+    code = "import os; print([fd for fd in range(3) if not os.path.exists(f'/proc/self/fd/{fd}')])"
+    line = f"{shlex.join([*RDMAFORK, 'exec', '--', sys.executable, '-c', code])} <&- 2>&-"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, env=environment({}))
+    assert (done.returncode, done.stdout) == (0, "[0, 2]\n")
 
 
 def test_ctrl_c_is_quiet(monkeypatch, capsys):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -98,14 +101,36 @@ def _run(arguments: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status."""
+    _streams()
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        # Nobody reads on, as with `| head`. The interpreter flushes once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # Nobody reads on, as with `| head`.
+        _write_no_more()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 128 + signal.SIGINT
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+        if error.filename is not None or not full:
+            raise
+        with contextlib.suppress(OSError):
+            print(f"rdmafork: the output cannot be written: {error.strerror}", file=sys.stderr)
+        _write_no_more()
+        return 2
+
+
+def _streams() -> None:
+    """All three are there, closed ones too (>&-), and stdout takes any character."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _write_no_more() -> None:
+    """The interpreter flushes once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -429,6 +429,19 @@ def test_a_script_without_its_interpreter(script):
     assert refused(script("#!\n"))[0] == 126
 
 
+def test_the_first_line_is_read_as_the_kernel_reads_it(script):
+    for text, name in (
+        (b"#!/bin/sh\r\n", "/bin/sh\\x0d"),
+        (b"#!/usr/bin/env sh\r\n", "sh\\x0d"),
+        (b"#!/bin/sh\xa0-e\n", "/bin/sh\\xa0-e"),
+    ):
+        path = str(script(text))
+        done = execute(path)
+        assert done.returncode == 127 and f" {name} " in " ".join(done.stderr.split()), done.stderr
+        assert subprocess.run(["sh", "-c", "exec $0", path], capture_output=True).returncode == 127
+    assert execute(str(script(b"#!/bin/sh\0x\necho ran\n"))).stdout == "ran\n"
+
+
 def test_a_file_without_a_first_line_that_says_how(script):
     status, text = refused(path := script("echo hello\n"))
     assert status == 126 and f"sh {path}" in text

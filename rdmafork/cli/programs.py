@@ -13,6 +13,7 @@ take them. AddressSanitizer's runtime aborts unless it is the first of all libra
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -107,9 +108,10 @@ def _head(path: str) -> bytes:
 
 def _interpreter(path: str, head: bytes) -> list[str]:
     """Of "#!/usr/bin/env -S python3 -u": the program, and all the rest as one argument."""
-    line = os.fsdecode(head[2:].partition(b"\n")[0]).strip()
-    words = line.split(None, 1)
-    if not words:
+    # Blanks and tabs part them, nothing else: of a file with CR LF the name has the CR.
+    line = head[2:].partition(b"\n")[0].partition(b"\0")[0].strip(b" \t")
+    words = [os.fsdecode(word) for word in re.split(b"[ \t]+", line, maxsplit=1)]
+    if not words[0]:
         raise Refused(CANNOT_RUN, f"{path} names no interpreter in its first line")
     if not os.path.exists(words[0]):
         raise Refused(NOT_FOUND, f"{path}: its interpreter {words[0]} is not there")

@@ -53,8 +53,8 @@ def wrap(text: str, indent: str = "", first: str | None = None) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Names that are no UTF-8 with their bytes as \\xff."""
-    return os.fsencode(text).decode("utf-8", "backslashreplace")
+    """Bytes of names that are no UTF-8 as \\xff, control characters as \\x1b."""
+    return re.sub("[\0-\x1f\x7f-\x9f\udc80-\udcff]", lambda c: f"\\x{ord(c[0]) & 0xFF:02x}", text)
 
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

@@ -149,6 +149,33 @@ def test_bytes_that_are_no_text_are_a_broken_line(tmp_path, capsys):
     assert "r.json:1: it is no JSON" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("locale", ["utf-8", "ascii"])
+def test_any_text_and_number_of_a_line_is_shown_or_told(locale):
+    caller = {"symbol": "\ud800", "object": "o", "count": 1}
+    strange = [
+        line(0, host="\ud800\x1b[31m", program="/x/\u65e5\udcff\n"),
+        line(1, errors=["\ud800\x1b"], fork_callers=[caller]),
+        line(2, absent_bytes=10**400),
+        line(3, handler_ns=10**400),
+        line(4, registrations=-1),
+        line(5, left_bytes=2**64 - 1),
+    ]
+    for options in ([], ["--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "rdmafork", "report", "-", *options], capture_output=True,
+            input="".join(f"{json.dumps(entry)}\n" for entry in strange).encode(),
+            env=environment({"PYTHONIOENCODING": locale}),
+        )  # fmt: skip
+        assert done.returncode == 1 and b"Traceback" not in done.stderr, done.stderr
+        if options:
+            found = json.loads(done.stdout)
+            assert [broken["line"] for broken in found["broken"]] == [3, 4, 5]
+        else:
+            assert b"\\ud800\\x1b[31" in done.stdout and b"\\xff\\x0a" in done.stdout
+            assert b"\x1b" not in done.stdout and b"16777216 TiB" in done.stdout
+            assert b"stdin:5: it is no report of a process" in done.stderr
+
+
 def test_nothing_to_be_read_is_2(tmp_path, report, capsys):
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "No such file" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import rdmafork
 from rdmafork.cli import machine
 from rdmafork.cli.doctor_rows import Row, ok, problem, skipped, warning
-from rdmafork.cli.terminal import size
+from rdmafork.cli.terminal import printable, size
 
 DEFAULT_MAP_COUNT = 65530
 SMALL_MEMLOCK = 64 << 20
@@ -56,8 +56,8 @@ def _mapped(seconds: float) -> Iterator[tuple[int, int, str]]:
         with contextlib.suppress(OSError):
             with open(f"/proc/{name}/maps", "rb") as maps:
                 count = sum(1 for _ in maps)
-            with open(f"/proc/{name}/comm", errors="replace") as comm:
-                yield count, int(name), comm.read().strip()
+            with open(f"/proc/{name}/comm", errors="surrogateescape") as comm:
+                yield count, int(name), printable(comm.read().strip())
         if time.monotonic() > until:
             return
 

@@ -56,8 +56,8 @@ class Process:
             if not os.path.exists("/proc/self"):
                 raise OSError(errno.ENOENT, "/proc is not mounted: mount -t proc proc /proc")
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
-        with open(f"{self.directory}/comm", errors="replace") as file:
-            self.name: str = file.read().strip()
+        with open(f"{self.directory}/comm", errors="surrogateescape") as file:
+            self.name: str = printable(file.read().strip())
 
     def rows(self) -> Iterator[Row]:
         try:

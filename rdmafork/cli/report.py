@@ -136,7 +136,7 @@ def _screen(processes: list[Process], shown: list[Process], paint: terminal.Pain
 def _cells(process: Process) -> list[str]:
     return [
         "-" if process.rank is None else str(process.rank),
-        process.host[:_NAME],
+        terminal.printable(process.host)[:_NAME],
         str(process.pid),
         terminal.printable(process.program)[:_NAME],
         f"{process.registrations:,}",
@@ -171,7 +171,7 @@ def _callers(processes: list[Process], paint: terminal.Paint) -> Iterator[str]:
         yield ""
         yield paint("who forked", "bold")
     for caller, count in callers:
-        yield f"{count:>9,}  {caller}"
+        yield f"{count:>9,}  {terminal.printable(caller)}"
 
 
 def _looks(processes: list[Process], paint: terminal.Paint) -> Iterator[str]:
@@ -184,4 +184,4 @@ def _looks(processes: list[Process], paint: terminal.Paint) -> Iterator[str]:
         who = f"rank {', '.join(ranks[:5])}" if ranks else f"process {those[0].pid}"
         if len(those) > 5:
             who += f" and {len(those) - 5:,} more"
-        yield from terminal.wrap(f"{text} ({who})", "  ")
+        yield from terminal.wrap(f"{terminal.printable(text)} ({who})", "  ")

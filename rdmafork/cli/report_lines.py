@@ -101,10 +101,10 @@ def _caller(found: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> int:
-    """An int; the rank is what the launcher's variable said, a string."""
+    """An int of 64 bits; the rank is what the launcher's variable said, a string."""
     if isinstance(value, str) and value.isdecimal():
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
         raise TypeError
     return value
 

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import shutil
 import signal
 import stat
@@ -200,6 +201,10 @@ def test_a_report_that_cannot_be_written_is_told_at_once(tmp_path):
     for path in (tmp_path / "none/r.json", tmp_path):
         done = execute("--report", str(path), "true")
         assert done.returncode == 125 and "no report can be written" in done.stderr
+    gone = f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone"
+    line = f"{gone} && {shlex.join([*EXEC, '--report', 'r.json', 'true'])}"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, env=environment({}))
+    assert done.returncode == 125 and "working directory is" in done.stderr
     if os.geteuid() == 0:
         with pytest.raises(AssertionError, match="no permission"):
             as_nobody(lambda: command._report(str(tmp_path / "r.json"), None))

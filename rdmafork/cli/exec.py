@@ -190,7 +190,11 @@ def _report(path: str, rank: launchers.Rank | None) -> str:
     """Where the reports go, wherever the program goes; told now if they cannot."""
     if path == "-":
         return path
-    path = os.path.abspath(path)
+    try:
+        path = os.path.abspath(path)
+    except OSError:
+        text = "the working directory is gone; name the file in full"
+        raise Refused(FAILED, f"no report can be written to {path}: {text}") from None
     if not path.startswith("/dev/"):
         path = launchers.file_name(path, rank)
     if os.path.islink(path) and not path.startswith(("/dev/std", "/dev/fd/", "/proc/")):

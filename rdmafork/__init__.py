@@ -12,6 +12,12 @@ if sys.platform != "linux":
 try:
     from rdmafork._buffer import Buffer
 except ImportError as _error:
+    if _error.name == "rdmafork._buffer":
+        raise ImportError(
+            f"{os.path.dirname(os.path.abspath(__file__))} has no modules for this Python: it is "
+            f"rdmafork's source, not built, or built for another Python, or an archive. Start "
+            f"Python in another directory if you have installed it, or else: make build"
+        ) from None
     if "version `RDMAFORK_" not in str(_error):
         raise
     raise ImportError(

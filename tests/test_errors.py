@@ -11,6 +11,7 @@ import pickle
 import re
 import shutil
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -117,6 +118,18 @@ def test_a_tensor_that_is_not_in_the_process_s_memory(device, name):
 def test_a_tensor_that_is_not_contiguous():
     with fails(BufferError, "not contiguous", "[4, 5]", "[10, 2]", "view of"):
         rdmafork.register(Tensor(np.zeros((4, 10))[:, ::2]))
+
+
+def test_source_that_is_not_built_says_so(tmp_path):
+    (tmp_path / "rdmafork").mkdir()
+    for path in Path(rdmafork.__file__).parent.glob("*.py"):
+        shutil.copy(path, tmp_path / "rdmafork")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import rdmafork"
+    done = subprocess.run([sys.executable, "-ISc", code], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("ImportError: "), done.stderr
+    for words in (f"{tmp_path}/rdmafork", "not built", "another directory", "make build"):
+        assert words in last
 
 
 def test_a_tensor_that_was_taken_already_or_is_none():

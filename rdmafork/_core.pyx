@@ -17,7 +17,7 @@ handed to a thread that the child does not have.
 cimport cython
 from cpython.buffer cimport PyBUF_FULL_RO, PyBUF_SIMPLE, PyBuffer_IsContiguous, PyBuffer_Release
 from cpython.buffer cimport PyObject_CheckBuffer, PyObject_GetBuffer
-from cpython.exc cimport PyErr_Clear
+from cpython.exc cimport PyErr_Clear, PyErr_ExceptionMatches
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
@@ -393,6 +393,10 @@ cdef int take_tensor(Registration self, object tensor) except -1:
 
 cdef int hold(Registration self, object buffer) except -1:
     if get_buffer(buffer, &self.view, PyBUF_SIMPLE) < 0:
+        # A class with __buffer__ may raise what has nothing to do with its memory: Ctrl-C.
+        if not (PyErr_ExceptionMatches(BufferError) or PyErr_ExceptionMatches(TypeError)
+                or PyErr_ExceptionMatches(ValueError)):
+            return -1
         PyErr_Clear()
         if not PyObject_CheckBuffer(buffer):
             return take_tensor(self, buffer)

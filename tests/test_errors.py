@@ -132,6 +132,23 @@ def test_source_that_is_not_built_says_so(tmp_path):
         assert words in last
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="classes have __buffer__ from 3.12 on")
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError, RuntimeError])
+def test_a_buffer_that_is_interrupted_is_not_asked_again(kind):
+    asked = []
+
+    class Interrupted:
+        def __buffer__(self, flags):
+            asked.append(flags)
+            if len(asked) == 1:
+                raise kind("once")
+            return memoryview(bytearray(5))
+
+    with fails(kind, "once"):
+        rdmafork.register(Interrupted())
+    assert len(asked) == 1
+
+
 def test_a_tensor_that_was_taken_already_or_is_none():
     class Spent(Tensor):
         def __dlpack__(self, **_):

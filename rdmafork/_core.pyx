@@ -423,10 +423,11 @@ def register(buffer, *, on_fork="omit"):
     eager mode, and with "wipe" in either mode, they are marked when this returns.
     May be called from any thread, and in fork handlers.
 
-    TypeError: not memory of this process. BufferError: not contiguous. OSError:
-    the pages cannot be protected (eager mode); EINVAL "wipe" of a file's, shared
-    or huge pages; ENOTSUP "keep" of private memory where the kernel's copying
-    cannot be trusted. After an error nothing has changed.
+    TypeError: not memory of this process. BufferError: not contiguous. ValueError:
+    no such on_fork; a buffer that is closed or released. OSError: the pages cannot
+    be protected (eager mode); EINVAL "wipe" of a file's, shared or huge pages;
+    ENOTSUP "keep" of private memory where the kernel's copying cannot be trusted.
+    After an error nothing has changed.
 
     Source: madvise(2), MADV_DONTFORK, MADV_WIPEONFORK; Linux mm/memory.c,
     copy_present_page().

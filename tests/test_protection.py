@@ -1,5 +1,6 @@
 """What a fork does to registered memory: each promise, from the child's side too."""
 
+import ctypes
 import errno
 import gc
 import inspect
@@ -369,6 +370,23 @@ def test_registered_memory_cannot_be_resized_or_freed(mode):
     array.extend(b"x")
     memory.resize(8 * PAGE)
     memory.close()
+
+
+@both_modes
+@fresh
+def test_who_does_not_ask_moves_registered_memory(mode):
+    """A limit: the registration names what was freed, until it is closed."""
+    rdmafork.fork_init(mode)
+    array = (ctypes.c_char * (4 * PAGE))()
+    registration = register(array)
+    try:
+        ctypes.resize(array, 64 * PAGE)
+    except BufferError:
+        pytest.skip("this Python asks")
+    assert ctypes.addressof(array) != registration.address
+    fork_once()
+    registration.close()
+    assert stats().registrations == stats().marked_bytes == stats().unreleased_bytes == 0
 
 
 @both_modes

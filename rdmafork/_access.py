@@ -93,7 +93,8 @@ def mapping_cause(start: int, end: int, flags: int) -> str:
 def _proc_self(name: str) -> str:
     """Nothing without /proc: the cause is a guess, and the error is told all the same."""
     try:
-        with open(f"/proc/self/{name}") as file:
+        # Names of processes and of mapped files may be no UTF-8.
+        with open(f"/proc/self/{name}", errors="surrogateescape") as file:
             return file.read()
     except OSError:
         return ""

@@ -563,6 +563,21 @@ def test_a_process_that_is_not_there(capsys):
         assert "No such process" in capsys.readouterr().err
 
 
+def test_the_name_of_a_process_is_what_it_likes():
+    name = r"b'a\x1b[31m\xff\n'"
+    code = f"import ctypes; ctypes.CDLL(None).prctl(15, {name}, 0, 0, 0); print(input())"
+    with subprocess.Popen(
+        [sys.executable, "-uc", code + "; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdin.write(b"ready\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"ready\n"
+        done = doctor("--pid", str(process.pid))
+        process.kill()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"Process {process.pid} (a\\x1b[31m\\xff)" in done.stdout
+
+
 def test_a_process_as_json():
     found = rows("--pid", str(os.getpid()))
     assert found["mappings"]["section"].startswith(f"Process {os.getpid()} (")

@@ -35,6 +35,7 @@ from conftest import (
 )
 
 import rdmafork
+from rdmafork import _access
 
 np = pytest.importorskip("numpy")
 
@@ -118,6 +119,19 @@ def test_a_tensor_that_is_not_in_the_process_s_memory(device, name):
 def test_a_tensor_that_is_not_contiguous():
     with fails(BufferError, "not contiguous", "[4, 5]", "[10, 2]", "view of"):
         rdmafork.register(Tensor(np.zeros((4, 10))[:, ::2]))
+
+
+@fresh
+def test_names_that_are_no_utf8_hide_no_cause(tmp_path):
+    libc.prctl(15, b"a\xff", 0, 0, 0)
+    with open(os.fsencode(tmp_path) + b"/\xff", "w+b") as file:
+        file.truncate(PAGE)
+        memory = mmap.mmap(file.fileno(), PAGE, access=mmap.ACCESS_READ)
+    rdmafork.fork_init()
+    region = rdmafork.register(memory)
+    assert "out of memory for it" in _access.memory_cause(0)
+    assert "not for writing" in _access.mapping_cause(region.address, region.address + 1, 1)
+    region.close()
 
 
 def test_source_that_is_not_built_says_so(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 
 def field(path: str, key: str) -> str | None:
     """The value in a line "key: value" or "key value" of a file of the kernel's."""
-    with contextlib.suppress(OSError), open(path) as lines:
+    with contextlib.suppress(OSError), open(path, errors="surrogateescape") as lines:
         for line in lines:
             name, _, value = line.replace(":", " ", 1).partition(" ")
             if name == key:
@@ -43,7 +43,8 @@ def memory_limits() -> Iterator[tuple[int, int]]:
 
 def _control_groups() -> Iterator[tuple[str, str, str]]:
     """Those whose limits count for this process: (directory, its limit, its usage)."""
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as lines:
+    groups = "/proc/self/cgroup"
+    with contextlib.suppress(OSError), open(groups, errors="surrogateescape") as lines:
         for line in lines:
             hierarchy, controllers, path = line.rstrip("\n").split(":", 2)
             if hierarchy == "0":

@@ -1,11 +1,14 @@
 """Who forks, told with the Python stack where RDMAFORK_TRACE_FORKS asks for it."""
 
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 from conftest import TIMEOUT, environment
+
+import rdmafork
 
 PROGRAM = """
 import os, sys
@@ -125,6 +128,19 @@ def test_its_own_sitecustomize_is_imported_all_the_same(tmp_path):
     # And by the Python of the command itself, before.
     assert done.stdout.splitlines() == ["mine", "mine", f"False {own}/sitecustomize.py"]
     assert ", in pool" in done.stderr
+
+
+def test_before_python_3_7_its_own_sitecustomize_is_imported_too(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('mine')")
+    startup = os.path.join(os.path.dirname(rdmafork.__file__), "startup")
+    code = f"""
+import os, sys
+del os.register_at_fork
+sys.path[:0] = [{startup!r}, {str(tmp_path)!r}]
+import sitecustomize
+"""
+    done = subprocess.run([sys.executable, "-ISc", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("mine\n", "")
 
 
 def test_a_program_that_imports_rdmafork_too_is_told_of_once(tmp_path):

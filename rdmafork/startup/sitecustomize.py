@@ -33,6 +33,7 @@ def _make_way() -> None:
         sys.modules["sitecustomize"] = this
 
 
-if __name__ == "sitecustomize" and hasattr(os, "register_at_fork"):  # Python 3.7
-    _trace()
+if __name__ == "sitecustomize":
+    if hasattr(os, "register_at_fork"):  # Python 3.7
+        _trace()
     _make_way()

@@ -12,13 +12,21 @@ from pathlib import Path
 from ._workers import WorkerError
 
 FORKER = r"""
+#define _GNU_SOURCE /* RTLD_NEXT */
+#include <dlfcn.h>
 #include <pthread.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+
+struct ibv_mr;
+int ibv_dereg_mr(struct ibv_mr *region);
+
+static bool forking;
 
 /* The sum of the lines that begin so, in KiB. */
 static long sum(const char *path, const char *name)
@@ -72,14 +80,29 @@ static void *work(void *unused)
 		fork_once(out);
 	if (out)
 		fclose(out);
+	__atomic_store_n(&forking, false, __ATOMIC_RELEASE);
 	return NULL;
+}
+
+/* What is pinned stays so until the last fork: on a slow machine the program is done before. */
+int ibv_dereg_mr(struct ibv_mr *region)
+{
+	int (*next)(struct ibv_mr *), waits = 0;
+
+	while (__atomic_load_n(&forking, __ATOMIC_ACQUIRE) && waits++ < 6000)
+		usleep(10000);
+	*(void **)&next = dlsym(RTLD_NEXT, "ibv_dereg_mr");
+	return next(region);
 }
 
 __attribute__((constructor)) static void begin(void)
 {
 	pthread_t thread;
 
-	if (getenv("FORKER_OUT") && !pthread_create(&thread, NULL, work, NULL))
+	forking = getenv("FORKER_OUT");
+	if (forking && pthread_create(&thread, NULL, work, NULL))
+		forking = false;
+	else if (forking)
 		pthread_detach(thread);
 }
 """

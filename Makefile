@@ -239,8 +239,9 @@ COVERAGE_CTESTS := $(filter-out test_steps,$(CTESTS))
 COVERAGE_TESTS ?= $(patsubst %,tests/test_%.py,witness intercept child engine_once covered trace \
 	buffer buffer_life buffers clocks pins errors modes on_fork verbs)
 # A lock of coverage.py's, or the loader's that writing counts takes, may be held by a thread that
-# is not in a child. Tracing maps memory and makes calls where there are to be none, and is longer than
-# the transfer that a signal is to interrupt. Counts, too, are files, where none may grow.
+# is not in a child. Tracing maps memory and makes calls where there are to be none, and a signal's
+# handler may run in coverage.py's code, which keeps what it raises. Counts, too, are files, where
+# none may grow.
 COVERAGE_NOT := finds_the_loader_free or threads or while_others or leaves_no_memory or interrupt \
 	or signal or cannot_be_finished or make_no_system_call or too_few_huge_pages
 
@@ -269,7 +270,7 @@ coverage: $(COVERED) $(COVERAGE)/built	## the lines that tests reach; those they
 	RDMAFORK_TEST_COVERAGE=1 PYTHONPATH=$(CURDIR)/$(COVERAGE)/lib $(BIN)/coverage run \
 		$(BIN)/pytest -q $(COVERAGE_TESTS) -k 'not ($(COVERAGE_NOT))' $(PYTEST_ARGS) || failed=1; \
 	wait $$programs || failed=1; cat $(COVERAGE)/programs.log; \
-	$(BIN)/coverage combine -q; \
+	$(BIN)/python docs/uncovered.py $(COVERAGE)/lines; $(BIN)/coverage combine -q; \
 	$(BIN)/coverage html -q -d $(COVERAGE)/html/modules; \
 	$(BIN)/coverage json -q -o $(COVERAGE)/modules.json; \
 	$(BIN)/gcovr --filter csrc/ $(GCOVR) --html-details $(COVERAGE)/html/index.html \

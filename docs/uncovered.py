@@ -1,11 +1,16 @@
 """Lines that no test reaches, held against docs/coverage.md, which says why: `make coverage`.
 
+    uncovered.py ENGINE MODULES    the JSON of gcovr and of coverage.py
+    uncovered.py DIRECTORY         before that: remove what killed processes have half-written
+
 The page names functions by a line in each, and says how many lines of it are not reached. What is
 not listed there, beyond the few lines that hang on how threads met, is an error.
 """
 
+import contextlib
 import json
 import re
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -93,6 +98,24 @@ def listed(page):
     return result
 
 
+def is_whole(path):
+    """Has coverage.py said of each module who told it the lines? It does so last."""
+    missing = """SELECT count(*) FROM file
+        WHERE path LIKE '%.pyx' AND id NOT IN (SELECT file_id FROM tracer)"""
+    try:
+        with contextlib.closing(sqlite3.connect(path)) as counts:
+            return counts.execute(missing).fetchone() == (0,)
+    except sqlite3.Error:
+        return False
+
+
+def remove_halves(directory):
+    halves = [path for path in Path(directory).iterdir() if not is_whole(path)]
+    for path in halves:
+        path.unlink()
+    print(f"{len(halves)} processes were killed as they wrote their counts")
+
+
 def main(engine_json, modules_json):
     found = engine(Path(engine_json)) | modules(Path(modules_json))
     page = PAGE.read_text()
@@ -123,4 +146,4 @@ def main(engine_json, modules_json):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (main if len(sys.argv) == 3 else remove_halves)(*sys.argv[1:])

@@ -12,7 +12,7 @@ from pathlib import Path
 from ._workers import WorkerError
 
 FORKER = r"""
-#define _GNU_SOURCE /* RTLD_NEXT */
+#define _GNU_SOURCE /* RTLD_NOLOAD */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -87,11 +87,12 @@ static void *work(void *unused)
 /* What is pinned stays so until the last fork: on a slow machine the program is done before. */
 int ibv_dereg_mr(struct ibv_mr *region)
 {
+	void *libibverbs = dlopen("libibverbs.so.1", RTLD_LAZY | RTLD_NOLOAD);
 	int (*next)(struct ibv_mr *), waits = 0;
 
 	while (__atomic_load_n(&forking, __ATOMIC_ACQUIRE) && waits++ < 6000)
 		usleep(10000);
-	*(void **)&next = dlsym(RTLD_NEXT, "ibv_dereg_mr");
+	*(void **)&next = dlsym(libibverbs, "ibv_dereg_mr");
 	return next(region);
 }
 

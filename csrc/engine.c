@@ -44,7 +44,7 @@ void rf_clear(void)
 	/* The parent may have been in the middle of rf_fork_init(), which does not go on here. */
 	if (!engine->mode_inherited)
 		__atomic_store_n(&engine->environment_read, false, __ATOMIC_RELAXED);
-	engine->registered = false;
+	engine->registered = 0;
 	engine->clear_when_left = false;
 	engine->forks = 0;
 	engine->forks_unprepared = 0;

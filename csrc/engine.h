@@ -41,7 +41,7 @@ struct rf_engine {
 	uint64_t begun;		/* forks ever, atomic; counted with their window open */
 	bool mode_inherited;	/* from the parent: a child may choose anew */
 	bool environment_read;
-	bool registered;	/* anything, ever, in this process */
+	uint64_t registered;	/* ever in this process, but for RF_UNDO; of protected ones 1 */
 	bool clear_when_left;
 	uint32_t generation;
 	uint64_t forks, forks_unprepared;

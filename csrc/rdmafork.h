@@ -64,6 +64,8 @@ enum rf_policy {
 #define RF_NOWAIT	2u
 /* What may be mapped from a descriptor is not for children either. */
 #define RF_MAPPED	4u
+/* With rf_release(), before rf_fork_init(): that may follow as if nothing had been registered. */
+#define RF_UNDO		8u
 
 /* Why a call failed, where the errno that it returns can have several causes. */
 enum rf_cause {

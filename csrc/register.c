@@ -214,7 +214,7 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 	handle->generation = engine->generation;
 	if (rf_unlikely(engine->mode == RF_MODE_NONE)) {
 		slot->flags |= RF_SLOT_UNPROTECTED;
-		engine->registered = true;
+		engine->registered++;
 		return 0;
 	}
 	rc = protect(engine, slot, index, flags, error);
@@ -226,7 +226,7 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 		return rc;
 	}
 	name_lost_pages(engine, slot, error);
-	engine->registered = true;
+	engine->registered = 1;
 	return 1;
 }
 
@@ -275,6 +275,8 @@ RF_API int rf_release(struct rf_handle handle, unsigned int flags)
 			rf_registry_unlist(&engine->registry, handle.slot);
 		if (slot->flags & RF_SLOT_COUNTED)
 			uncount(engine, slot);
+		if (rf_unlikely(flags & RF_UNDO && slot->flags & RF_SLOT_UNPROTECTED))
+			engine->registered--;
 		rf_registry_put(&engine->registry, handle.slot);
 	}
 	rf_leave();

@@ -9,6 +9,7 @@ cdef extern from "rdmafork.h" nogil:
         RF_HELD
         RF_NOWAIT
         RF_MAPPED
+        RF_UNDO
 
     enum rf_mode:
         RF_MODE_NONE

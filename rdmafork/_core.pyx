@@ -300,11 +300,11 @@ cdef int check_usable(Registration self) except -1:
     return 0
 
 
-cdef inline int release(rf_handle handle) noexcept:
-    cdef int rc = rf_release(handle, RF_NOWAIT)
+cdef inline int release(rf_handle handle, unsigned int flags = 0) noexcept:
+    cdef int rc = rf_release(handle, flags | RF_NOWAIT)
     if rc == -EAGAIN:
         with nogil:
-            rc = rf_release(handle, 0)
+            rc = rf_release(handle, flags)
     return rc
 
 
@@ -330,13 +330,13 @@ cdef int protect(Registration self, unsigned int flags, rf_policy policy) except
     self.is_protected = rc == 1
     self.open = True
     if rc == 0:
-        warn_unprotected()
+        warn_unprotected(self)
     elif error.cause == RF_CAUSE_SHARED_PAGE:
         warn_shared_page(self, &error)
     return 0
 
 
-cdef int warn_unprotected() except -1:
+cdef int warn_unprotected(Registration self) except -1:
     if was_set(&warned):
         return 0
     try:
@@ -344,7 +344,9 @@ cdef int warn_unprotected() except -1:
             "memory is registered before rdmafork.fork_init(), so nothing protects it from fork(); "
             "call fork_init() first, or set RDMAV_FORK_SAFE=1", UnprotectedWarning)
     except BaseException:
-        # Where it is an error nothing is registered, and what is tried next is as unprotected.
+        # Where it is an error nothing is registered, so fork_init() may still follow; and what is
+        # tried next is as unprotected.
+        self.open = release(self.slot, RF_UNDO) == -EDEADLK
         clear_flag(&warned)
         raise
     return 0

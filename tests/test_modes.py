@@ -154,8 +154,11 @@ def test_where_warnings_are_errors_none_is_registered_unprotected():
         for _ in range(3):
             with pytest.raises(rdmafork.UnprotectedWarning):
                 register(buffer)
-    assert stats().registrations == 0
-    buffer.append(1)
+        assert stats().registrations == 0
+        buffer.append(1)
+        rdmafork.fork_init()
+        with register(buffer) as registration:
+            assert registration.protected
 
 
 @pytest.mark.parametrize("how", ["buffer", "address", "empty", "closed"])

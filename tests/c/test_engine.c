@@ -69,6 +69,23 @@ static void a_late_start_is_refused(void)
 	CHECK(check_wait(child) == 0);
 }
 
+static void an_undone_registration_is_none(void)
+{
+	struct rf_handle one, other;
+	char byte = 0;
+
+	CHECK(rf_register(&byte, 1, 0, RF_OMIT, &one, &error) == 0);
+	CHECK(rf_register(&byte, 1, 0, RF_OMIT, &other, &error) == 0);
+	CHECK(rf_release(one, RF_UNDO) == 0);
+	CHECK(rf_release(one, RF_UNDO) == -ESTALE);
+	CHECK(init(RF_MODE_AUTO) == -EINVAL && error.cause == RF_CAUSE_LATE);
+	CHECK(rf_release(other, RF_UNDO) == 0);
+	CHECK(init(RF_MODE_AUTO) == 0);
+	/* What was protected has made the choice of a mode, undone or not. */
+	CHECK(rf_register(&byte, 1, RF_HELD, RF_OMIT, &one, &error) == 1);
+	CHECK(rf_release(one, RF_UNDO) == 0);
+}
+
 static void a_failed_registration_is_none(void)
 {
 	struct rf_handle handle;
@@ -492,6 +509,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_second_start_with_the_same_wishes_does_nothing),
 		SCENARIO(auto_asks_kernel_and_environment),
 		SCENARIO(a_late_start_is_refused),
+		SCENARIO(an_undone_registration_is_none),
 		SCENARIO(a_failed_registration_is_none),
 		SCENARIO(variables_of_libibverbs_start_it),
 		SCENARIO(a_child_chooses_its_own_mode),

@@ -650,7 +650,8 @@ def _names(path: str) -> list[str]:
 
 def _in_order(device: Device) -> tuple[Any, ...]:
     """The kernel's: by index; without one mlx5_2 before mlx5_10."""
-    parts = [int(p) if p.isdecimal() else p for p in re.split("([0-9]+)", device.name)]
+    # Every second part is a number; what else isdecimal() takes for one is a name's.
+    parts = [int(p) if i % 2 else p for i, p in enumerate(re.split("([0-9]+)", device.name))]
     return device.index is None, device.index or 0, parts
 
 

@@ -92,6 +92,13 @@ def test_devices_come_in_natural_order_where_the_index_is_unknown(tree):
     ]  # fmt: skip
 
 
+def test_names_with_digits_of_other_scripts_have_an_order_too(tree):
+    for number, name in enumerate(["\u0663", "mlx5_0", "7", "\u0663_10", "\u0663_9"]):
+        tree.add(name, f"9803:9b03:0067:{number:04x}")
+    names = [device.name for device in get_device_list(all=True)]
+    assert names == ["7", "mlx5_0", "\u0663", "\u0663_9", "\u0663_10"]
+
+
 def test_ports_are_what_their_files_say(tree):
     found = {device.name: device.ports for device in get_device_list(all=vendors(tree) and True)}
     (port,) = found["mlx5_0"]

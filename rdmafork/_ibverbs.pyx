@@ -164,8 +164,12 @@ def port_mtu(device, number):
     """(active, largest) MTU in bytes of a port; the device is opened for the answer."""
     cdef ibv_context *context
     cdef ibv_port_attr attributes
-    cdef uint8_t port = number
+    cdef uint8_t port
     cdef int error
+    # Since 5.13 the kernel has more, for adapters that switch for virtual functions.
+    if number > 255:
+        raise OSError(ERANGE, f"port {number} of {device.name}: libibverbs takes 255 at most")
+    port = number
     context = open_listed(os.fsencode(device.name), device.node_guid)
     with nogil:
         error = verbs.query_port(context, port, &attributes)

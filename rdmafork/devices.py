@@ -249,12 +249,13 @@ class Port(_Record):
 
     @property
     def active_mtu(self) -> int | None:
-        """Bytes; None where this process cannot open the device, which is how it is asked."""
+        """Bytes; None where this process cannot open the device, which is how it is asked, and of
+        ports above 255, of which libibverbs cannot."""
         return self._mtus()[0]
 
     @property
     def max_mtu(self) -> int | None:
-        """Bytes; None where this process cannot open the device."""
+        """Bytes; None as active_mtu is."""
         return self._mtus()[1]
 
     def as_dict(self) -> dict[str, Any]:

@@ -114,6 +114,14 @@ def test_ports_are_what_their_files_say(tree):
     assert found["efa_0"][0].link_layer == LinkLayer.UNSPECIFIED
 
 
+def test_of_a_port_above_255_libibverbs_is_not_asked(tree):
+    tree.add("mlx5_0", "9803:9b03:0067:ac2a", ports={256: port(gids=ROCE)})
+    (switched,) = one().ports
+    assert (switched.number, switched.rate, len(switched.gids)) == (256, 100.0, 4)
+    assert (switched.active_mtu, switched.max_mtu) == (None, None)
+    assert one().as_dict()["ports"][0]["active_mtu"] is None
+
+
 def test_a_gid_table_has_its_used_slots_with_their_types(tree):
     found = {device.name: device.ports for device in get_device_list(all=vendors(tree) and True)}
     gids = found["mlx5_2"][0].gids

@@ -44,6 +44,8 @@ cdef extern from "Python.h":
     # Without Cython's exception check, which here would cost what a registration does.
     int get_buffer "PyObject_GetBuffer"(object exporter, Py_buffer *view, int flags)
     void drop "Py_DECREF"(PyObject *)
+    void PyObject_GC_Track(PyObject *)
+    void PyObject_GC_UnTrack(PyObject *)
 
 cdef extern from *:
     """
@@ -124,6 +126,7 @@ cdef int close_before(Registration self) except -1:
         idle_count -= 1
         self.guard = <object>idle[idle_count]
         drop(idle[idle_count])
+        PyObject_GC_Track(idle[idle_count])
     else:
         self.guard = Guard.__new__(Guard)
     (<Guard>self.guard).registration = <void *>self
@@ -134,10 +137,11 @@ cdef inline void retire(Guard guard) noexcept:
     global idle_count
     # One that has closed a registration is spent: a finalizer runs once.
     if guard.registration != NULL and idle_count < MOST_IDLE:
+        # It may be garbage itself, and the collector about to finalize it, whosever it is by then.
+        PyObject_GC_UnTrack(<PyObject *>guard)
         Py_INCREF(guard)
         idle[idle_count] = <PyObject *>guard
         idle_count += 1
-        return
     guard.registration = NULL
 
 

@@ -362,6 +362,35 @@ def test_a_buffer_that_holds_its_registration_is_collected(mode):
     assert not [it for it in gc.get_objects() if type(it) is Cyclic]
 
 
+class Finalized(bytearray):
+    """The collector finalizes it before what closes its registration, which is garbage too."""
+
+    def __del__(self):
+        self.registration.close()
+        del self.registration
+        self.made.append(rdmafork.register(Cyclic(10)))
+
+
+@both_modes
+@fresh
+def test_a_finalizer_may_drop_a_registration_and_make_another(mode):
+    rdmafork.fork_init(mode)
+    made = []
+    for _ in range(100):
+        memory = Finalized(1 << 16)
+        memory.made, memory.registration = made, rdmafork.register(memory)
+        del memory
+        gc.collect()
+    assert [it.closed for it in made] == [False] * 100
+    assert rdmafork.stats().registrations == 100
+    for registration in made:  # these, too, the collector closes
+        registration.obj.registration = registration
+    del made, registration
+    gc.collect()
+    assert rdmafork.stats().registrations == 0
+    assert not [it for it in gc.get_objects() if type(it) is Cyclic]
+
+
 class Holder:
     pass
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PAGE, both_modes, compile_c, fork_once, private_map, run
+from test_cost import Cyclic
 from test_failures import check_claims, marks
 
 import rdmafork
@@ -195,6 +196,24 @@ def _every_allocation(path, mode):
         close()
     assert bench.state() == nothing
     return faults
+
+
+@both_modes
+def test_a_buffer_that_holds_its_region_is_collected(library, mode):
+    run(_holds_its_region, library, mode)
+
+
+def _holds_its_region(path, mode):
+    bench = Bench(path, mode)
+    bench.open()
+    bench.alloc()
+    nothing = bench.state()
+    for _ in range(100):
+        memory = Cyclic(10)
+        memory.region = bench.domain.register(memory)
+    del memory
+    assert bench.state() == nothing
+    assert bench.lib.standin_wrong() == 0
 
 
 def test_closing_a_context_within_the_closing_of_its_domain_is_refused(library):

@@ -138,15 +138,25 @@ def write(documents: list[Document], file: str) -> None:
         Path(file).write_text(f"{text}\n")
 
 
+def ready(options: argparse.Namespace) -> None:
+    """NoPlots or OSError where what is asked for cannot be drawn or written."""
+    if options.plot:
+        require()
+        options.plot.mkdir(parents=True, exist_ok=True)
+    # Who reads a pipe would take its closing for the end.
+    if options.json not in (None, "-") and not Path(options.json).is_fifo():
+        with open(options.json, "a"):
+            pass
+
+
 def run_all(wanted: Sequence[str], argv: Sequence[str], options: argparse.Namespace) -> int:
     """Run these benchmarks, show, draw and write what they say. The exit status."""
     documents, failed = [], False
-    if options.plot:
-        try:
-            require()  # before minutes of measuring
-        except NoPlots as error:
-            print(error, file=sys.stderr)
-            return 2
+    try:
+        ready(options)  # before minutes of measuring
+    except (NoPlots, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
     for name in wanted:
         try:
             documents.append(run(name, argv))
@@ -156,7 +166,7 @@ def run_all(wanted: Sequence[str], argv: Sequence[str], options: argparse.Namesp
             continue
         if options.json != "-":
             print(show(documents[-1]), end="\n\n")
-    if options.json and documents:
+    if options.json is not None and documents:
         write(documents, options.json)
     for document in documents:
         if options.plot and document["rows"]:

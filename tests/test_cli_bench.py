@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from test_cli import command
 
 from rdmafork.benchmarks import _harness, _workers
@@ -50,6 +51,22 @@ def test_one_that_fails_does_not_stop_the_others(monkeypatch, capsys):
         "threads failed: rdmafork lazy, at sample(): SIGSEGV",
         "scale failed: rdmafork lazy, at sample(): SIGSEGV",
     ]
+
+
+@pytest.mark.parametrize(
+    ("option", "where"), [("--json", "{}/here"), ("--json", ""), ("--plot", "{}/here")]
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(
+    option, where, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(_harness, "run", lambda name, argv: pytest.fail("it is measured"))
+    monkeypatch.setattr(_harness, "require", lambda: None)
+    file = tmp_path / "file"
+    file.write_text("kept")
+    assert main(["bench", "threads", option, where.format(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("[Errno ") and line.endswith(f"{where.format(file)!r}")
+    assert file.read_text() == "kept"
 
 
 def test_figures_without_matplotlib_are_refused_before_anything_is_measured(tmp_path, monkeypatch):

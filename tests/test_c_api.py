@@ -45,6 +45,21 @@ def test_a_c_program_runs_as_it_was_linked(program, tmp_path):
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("program")  # it has the tools
+def test_a_c_program_is_built_where_paths_have_spaces(tmp_path):
+    source, place = tmp_path / "source", tmp_path / "site packages"
+    shutil.copytree(EXAMPLES / "c_program", source)
+    place.mkdir()
+    (place / "rdmafork").symlink_to(Path(rdmafork.__file__).parent)
+    done = command(
+        "make", "-C", source, f"PYTHON={sys.executable}", f"CC={CC}",
+        env=environment({"PYTHONPATH": str(place)}),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "site packages/rdmafork" in done.stdout
+    assert command(source / "survives").returncode == 0
+
+
 def test_a_c_program_meets_another_abi(program, tmp_path):
     """It does not start, and the loader names who wants what of whom."""
     (tmp_path / "other.map").write_text("RDMAFORK_99 { global: rf_*; };")

@@ -471,6 +471,7 @@ cdef class ProtectionDomain(Parent):
         region.access_flags = access_of(region, access)
         if region.access_flags & UNPINNED:
             region.slot.generation = rf_generation()
+            region.policy = policy
             region.open = True
         else:
             protect(region, RF_HELD, policy)

@@ -216,6 +216,20 @@ def _holds_its_region(path, mode):
     assert bench.lib.standin_wrong() == 0
 
 
+def test_a_region_on_demand_says_what_was_asked_for(library):
+    run(_on_demand, library)
+
+
+def _on_demand(path):
+    bench = Bench(path, "eager")
+    bench.open()
+    bench.alloc()
+    for on_fork in ("omit", "wipe", "keep"):
+        memory = bytearray(PAGE)
+        with bench.domain.register(memory, rdmafork.Access.ON_DEMAND, on_fork) as region:
+            assert (region.on_fork, region.protected) == (on_fork, False)
+
+
 def test_closing_a_context_within_the_closing_of_its_domain_is_refused(library):
     run(_closing_within, library, timeout=60)
 

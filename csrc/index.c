@@ -36,7 +36,7 @@ void rf_index_init(struct rf_index *index)
 void rf_index_clear(struct rf_index *index)
 {
 	if (index->used)
-		memset(index->entries.items, 0, index->entries.mapped);
+		rf_memory_free(&index->entries);
 	index->used = 0;
 }
 

@@ -31,7 +31,7 @@ struct rf_index {
 
 void rf_index_init(struct rf_index *index);
 
-/* Forget everything and keep the memory, for a child that inherits it. */
+/* Forget everything, for a child that inherits it: to zero the entries would be to copy them. */
 void rf_index_clear(struct rf_index *index);
 
 /* The same where the structure may not fit together: its memory is lost. */

@@ -278,6 +278,32 @@ static void a_child_begins_with_none(void)
 	check_empty();
 }
 
+/* A child forgets what its parent had, however much that was, and takes no memory for it. */
+static void a_child_does_not_pay_for_what_its_parent_has(void)
+{
+	const size_t count = 100000;
+	char *memory = check_map(count);
+	size_t i;
+	pid_t pid;
+
+	check_start(RF_MODE_EAGER);
+	take(memory, 0, count);
+	for (i = 0; i < count; i++)
+		take(memory, i, i + 1);
+	pid = fork();
+	CHECK(pid >= 0);
+	if (!pid) {
+		CHECK(stats().engine_bytes < count, "%lu", (unsigned long)stats().engine_bytes);
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	CHECK(stats().ibv_ranges == count + 1);
+	for (i = 0; i < count; i++)
+		give(memory, i, i + 1);
+	give(memory, 0, count);
+	check_empty();
+}
+
 /* Against the naive truth: how often each page was registered more than released. */
 static void any_ranges_in_any_order(void)
 {
@@ -432,6 +458,7 @@ int main(int argc, char **argv)
 		SCENARIO_HUGE(huge_pages_go_whole_and_come_back),
 		SCENARIO(what_is_registered_here_counts_once),
 		SCENARIO(a_child_begins_with_none),
+		SCENARIO(a_child_does_not_pay_for_what_its_parent_has),
 		SCENARIO(any_ranges_in_any_order),
 		SCENARIO(thousands_are_found_again),
 		SCENARIO(a_failure_changes_nothing),

@@ -46,6 +46,8 @@ static void prepare(void)
 		rf_advise_count_waiting(&engine->advisor, &engine->registry);
 	rf_advise_fold(&engine->advisor, &engine->registry);
 	rf_advise_retry(&engine->wiper);
+	if (!engine->wiper.ranges.retries)
+		rf_wiped_remove_late(&engine->wiped);
 	rf_edges_save(&engine->edges);
 	saved = true;
 	rf_guards_plan(&engine->guards, &engine->edges);

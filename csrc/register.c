@@ -47,6 +47,17 @@ static int keep(struct rf_engine *engine, const struct rf_slot *slot, struct rf_
 	return rc < 0 ? rc : -ENOTSUP;
 }
 
+/* Of what is counted no more, but may wait to be unmarked. */
+static void remove_note(struct rf_engine *engine, uint32_t note)
+{
+	if (rf_unlikely(engine->wiper.ranges.retries)) {
+		rf_wiped_set_late(&engine->wiped, note);
+		return;
+	}
+	rf_wiped_remove(&engine->wiped, note);
+	rf_wiped_remove_late(&engine->wiped);
+}
+
 static int wipe(struct rf_engine *engine, struct rf_slot *slot, struct rf_error *error)
 {
 	unsigned int how = is_forking(engine) ? RF_ADVISE_FORKING : 0;
@@ -65,7 +76,7 @@ static int wipe(struct rf_engine *engine, struct rf_slot *slot, struct rf_error 
 	if (rc >= 0)
 		slot->flags |= RF_SLOT_COUNTED;
 	else
-		rf_wiped_remove(&engine->wiped, slot->note);
+		remove_note(engine, slot->note);
 	return rc;
 }
 
@@ -80,7 +91,7 @@ static void uncount(struct rf_engine *engine, struct rf_slot *slot)
 		return;
 	}
 	rf_advise_release(&engine->wiper, slot);
-	rf_wiped_remove(&engine->wiped, slot->note);
+	remove_note(engine, slot->note);
 }
 
 static int protect_otherwise(struct rf_engine *engine, struct rf_slot *slot, unsigned int flags,

@@ -57,17 +57,39 @@ void rf_wiped_remove(struct rf_wiped *wiped, uint32_t number)
 	wiped->free_note = number + 1;
 }
 
+void rf_wiped_set_late(struct rf_wiped *wiped, uint32_t number)
+{
+	note_at(wiped, number)->start |= RF_WIPED_LATE;
+	wiped->late++;
+}
+
+void rf_wiped_remove_late(struct rf_wiped *wiped)
+{
+	const struct rf_wiped_note *note;
+	uint32_t number;
+
+	for (number = 0; wiped->late && number < wiped->touched; number++) {
+		note = note_at(wiped, number);
+		if (!note->end || !(note->start & RF_WIPED_LATE))
+			continue;
+		rf_wiped_remove(wiped, number);
+		wiped->late--;
+	}
+}
+
 /* Unmark what is noted in @block; are there any left that the kernel refused for now? */
 static bool unmark(struct rf_wiped_block *block)
 {
 	struct rf_wiped_note *note = block->notes;
 	bool left = false;
+	uintptr_t start;
 	int rc;
 
 	for (; note < block->notes + RF_WIPED_BLOCK; note++) {
 		if (!note->end)
 			continue;
-		rc = rf_sys_madvise(note->start, note->end - note->start, MADV_KEEPONFORK);
+		start = note->start & ~RF_WIPED_LATE;
+		rc = rf_sys_madvise(start, note->end - start, MADV_KEEPONFORK);
 		if (rc == -EAGAIN)
 			left = true;
 		else
@@ -86,6 +108,7 @@ void rf_wiped_keep(struct rf_wiped *wiped)
 			(void)unmark(block);
 	wiped->touched = 0;
 	wiped->free_note = 0;
+	wiped->late = 0;
 	/* A thread of the parent's may have mapped the last one, and not counted it yet. */
 	wiped->capacity = 0;
 	for (block = wiped->first; block; block = block->next)

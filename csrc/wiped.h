@@ -19,9 +19,13 @@
 #include "sys.h"
 
 struct rf_wiped_note {
-	uintptr_t start;	/* of a free note: the next free one's number + 1 */
+	/* With RF_WIPED_LATE; or, of a free note, the next free one's number + 1. */
+	uintptr_t start;
 	uintptr_t end;		/* 0: free */
 };
+
+/* It is registered no more, but the kernel may not have unmarked it yet. */
+#define RF_WIPED_LATE ((uintptr_t)1)
 
 #define RF_WIPED_BLOCK 4095
 
@@ -35,11 +39,16 @@ struct rf_wiped {
 	uint32_t capacity;
 	uint32_t touched;	/* notes ever used */
 	uint32_t free_note;	/* number + 1 */
+	uint32_t late;		/* notes with RF_WIPED_LATE */
 };
 
 /* Note [@start, @end): *@number names the note. -ENOMEM. */
 int rf_wiped_add(struct rf_wiped *wiped, uintptr_t start, uintptr_t end, uint32_t *number);
 void rf_wiped_remove(struct rf_wiped *wiped, uint32_t number);
+
+/* Remove it when rf_wiped_remove_late() says that all is unmarked: until then a child needs it. */
+void rf_wiped_set_late(struct rf_wiped *wiped, uint32_t number);
+void rf_wiped_remove_late(struct rf_wiped *wiped);
 
 /* In a child: unmark all that is noted, and forget it. */
 void rf_wiped_keep(struct rf_wiped *wiped);

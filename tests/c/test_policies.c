@@ -348,6 +348,49 @@ static void children_unmark_any_number_of_them(void)
 	free(handles);
 }
 
+/*
+ * A release that the kernel refuses leaves its mark. A child that is made before that is made up
+ * for has the mark too, and unmarks it: else its own children would find zeros there.
+ */
+static void a_mark_that_waits_is_unmarked_in_a_child(void)
+{
+	char *memory = check_map(24);
+	struct rf_handle handles[3];
+	struct rf_stats stats;
+	size_t i;
+	pid_t pid;
+
+	start(RF_MODE_LAZY);
+	for (i = 0; i < 3; i++)
+		handles[i] = take(memory + 8 * i * check_page, 8 * check_page, RF_WIPE);
+	check_use_up_vmas(0);
+	check_release(handles[1]);
+	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 8 * check_page);
+	check_give_back_vmas();
+	/* No handler tries again. */
+	pid = (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL);
+	if (!pid) {
+		(void)rf_generation();
+		for (i = 0; i < 3; i++)
+			CHECK(!(check_flags(memory + 8 * i * check_page) & CHECK_WF), "%zu", i);
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	check_fork();
+	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 0);
+	/* From then on it is not this engine's, whoever marks it. */
+	CHECK(!madvise(memory + 8 * check_page, 8 * check_page, MADV_WIPEONFORK));
+	pid = fork();
+	if (!pid) {
+		CHECK(check_flags(memory + 8 * check_page) & CHECK_WF);
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	check_release(handles[0]);
+	check_release(handles[2]);
+	check_empty();
+}
+
 static void a_child_starts_from_nothing(void)
 {
 	char *memory = check_map(2);
@@ -395,6 +438,7 @@ int main(int argc, char **argv)
 		SCENARIO(wiping_keeps_to_the_budget),
 		SCENARIO(a_child_starts_from_nothing),
 		SCENARIO(children_unmark_any_number_of_them),
+		SCENARIO(a_mark_that_waits_is_unmarked_in_a_child),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

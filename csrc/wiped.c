@@ -77,23 +77,52 @@ void rf_wiped_remove_late(struct rf_wiped *wiped)
 	}
 }
 
-/* Unmark what is noted in @block; are there any left that the kernel refused for now? */
-static bool unmark(struct rf_wiped_block *block)
+static uintptr_t start_of(const struct rf_wiped_note *note)
 {
-	struct rf_wiped_note *note = block->notes;
-	bool left = false;
-	uintptr_t start;
-	int rc;
+	return note->start & ~RF_WIPED_LATE;
+}
 
-	for (; note < block->notes + RF_WIPED_BLOCK; note++) {
+/*
+ * The first note after those from @note on that one call serves: free ones, and those of one
+ * stretch, [@start, @end).
+ */
+static struct rf_wiped_note *next_stretch(struct rf_wiped_note *note,
+					  const struct rf_wiped_note *last, uintptr_t *start,
+					  uintptr_t *end)
+{
+	*start = start_of(note);
+	*end = note->end;
+	while (++note < last) {
 		if (!note->end)
 			continue;
-		start = note->start & ~RF_WIPED_LATE;
-		rc = rf_sys_madvise(start, note->end - start, MADV_KEEPONFORK);
-		if (rc == -EAGAIN)
+		if (note->end < *start || start_of(note) > *end)
+			break;
+		*start = start_of(note) < *start ? start_of(note) : *start;
+		*end = note->end > *end ? note->end : *end;
+	}
+	return note;
+}
+
+/* Unmark what is noted in @block; is there any left that the kernel refused for now? */
+static bool unmark(struct rf_wiped_block *block, bool together)
+{
+	struct rf_wiped_note *note = block->notes, *next, *last = note + RF_WIPED_BLOCK;
+	bool left = false;
+	uintptr_t start, end;
+	int rc;
+
+	for (; note < last; note = next) {
+		next = note + 1;
+		if (!note->end)
+			continue;
+		next = next_stretch(note, together ? last : next, &start, &end);
+		rc = rf_sys_madvise(start, end - start, MADV_KEEPONFORK);
+		/* Of several the first refusal may have kept the others from being asked. */
+		if (rc == -EAGAIN || (rc < 0 && together))
 			left = true;
 		else
-			note->end = 0;
+			for (; note < next; note++)
+				note->end = 0;
 	}
 	return left;
 }
@@ -102,10 +131,13 @@ void rf_wiped_keep(struct rf_wiped *wiped)
 {
 	struct rf_wiped_block *block = wiped->first;
 
+	/*
+	 * Together there are fewer calls, and at the limit of VMAs they need no split where
+	 * they touch. Then one by one, twice: the others may have made room.
+	 */
 	for (; block; block = block->next)
-		if (unmark(block))
-			/* At the limit of VMAs, which the others may have made room under. */
-			(void)unmark(block);
+		if (unmark(block, true) && unmark(block, false))
+			(void)unmark(block, false);
 	wiped->touched = 0;
 	wiped->free_note = 0;
 	wiped->late = 0;

@@ -391,6 +391,41 @@ static void a_mark_that_waits_is_unmarked_in_a_child(void)
 	check_empty();
 }
 
+/* Registrations that touch are one stretch to the kernel, which has no room to split it. */
+static void a_child_at_the_kernels_limit_unmarks_them_together(void)
+{
+	const size_t count = 500;
+	char *memory = check_map(count);
+	struct rf_handle handles[500];
+	unsigned long calls;
+	size_t i;
+	pid_t pid;
+
+	start(RF_MODE_LAZY);
+	for (i = 0; i < count; i++)
+		handles[i] = take(memory + i * check_page, check_page, RF_WIPE);
+	check_use_up_vmas(0);
+	for (i = 99; i < count; i += 100)
+		check_release(handles[i]);
+	calls = rf_sys_calls();
+	pid = fork();
+	if (!pid) {
+		/* Not one for each. */
+		CHECK(rf_sys_calls() - calls < count / 2, "%lu", rf_sys_calls() - calls);
+		check_give_back_vmas();
+		check_read_smaps();
+		for (i = 0; i < count; i++)
+			CHECK(!(check_flags_read(memory + i * check_page) & CHECK_WF), "%zu", i);
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	check_give_back_vmas();
+	for (i = 0; i < count; i++)
+		if (i % 100 != 99)
+			check_release(handles[i]);
+	check_empty();
+}
+
 static void a_child_starts_from_nothing(void)
 {
 	char *memory = check_map(2);
@@ -439,6 +474,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_child_starts_from_nothing),
 		SCENARIO(children_unmark_any_number_of_them),
 		SCENARIO(a_mark_that_waits_is_unmarked_in_a_child),
+		SCENARIO(a_child_at_the_kernels_limit_unmarks_them_together),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

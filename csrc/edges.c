@@ -246,6 +246,12 @@ static int fill_spare(struct rf_edges *edges)
 	return rc;
 }
 
+/* More than registrations take in advance: twice as much is mapped for each snapshot. */
+static bool has_much_room(const struct rf_edges *edges)
+{
+	return edges->shown && edges->shown->mapped + edges->spare->mapped > 4 * RF_EDGES_ROOM;
+}
+
 void rf_edges_save(struct rf_edges *edges)
 {
 	struct rf_snapshot *shown;
@@ -256,6 +262,9 @@ void rf_edges_save(struct rf_edges *edges)
 			rf_edges_clear(edges);
 			return;
 		}
+	} else if (has_much_room(edges)) {
+		rf_edges_clear(edges);
+		return;
 	} else if (edges->shown && edges->shown->count) {
 		/* The room stays: registrations come again. */
 		edges->spare->count = 0;

@@ -55,6 +55,9 @@ struct rf_edges {
 	struct rf_snapshot *shown, *spare;	/* or NULL */
 };
 
+/* Registrations take room for so many bytes in advance; a fork for what is beyond that. */
+#define RF_EDGES_ROOM ((uint64_t)64 << 20)
+
 void rf_edges_start(struct rf_edges *edges, size_t page_size);
 
 /*

@@ -142,7 +142,7 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 static int reserve_edges(struct rf_engine *engine)
 {
 	const struct rf_advisor *advisor = &engine->advisor, *wiper = &engine->wiper;
-	const uint64_t limit = (uint64_t)64 << 20;
+	const uint64_t limit = RF_EDGES_ROOM;
 	uint64_t gaps = (uint64_t)advisor->gaps.count + wiper->gaps.count;
 	uint64_t nbytes = advisor->gap_bytes + wiper->gap_bytes;
 

@@ -415,6 +415,37 @@ __attribute__((constructor(101))) static void install_before(void)
 	pthread_atfork(register_in_the_window, NULL, NULL);
 }
 
+/* What a fork saved once is not kept for ever: here twice 160 MB, of a byte on each page. */
+static void much_room_is_given_back(void)
+{
+	const size_t count = 40000;
+	struct rf_handle *handles = malloc(count * sizeof(*handles));
+	size_t i;
+
+	start_whole();
+	memory = check_map(count);
+	for (i = 0; i < count; i++)
+		handles[i] = check_register(memory + i * check_page, 1, RF_HELD);
+	for (i = 0; i < 2; i++)
+		check_fork();
+	CHECK(rf_engine.edges.shown->mapped > count * (check_page - 1));
+	CHECK(rf_engine.edges.spare->mapped > count * (check_page - 1));
+	for (i = 0; i < count; i++)
+		check_release(handles[i]);
+	check_fork();
+	CHECK(!rf_engine.edges.shown && !rf_engine.edges.spare);
+	check_empty();
+	/* And it is taken again. */
+	handles[0] = check_register(memory, 1, RF_HELD);
+	memory[1] = 5;
+	CHECK(check_child_reads(memory + 1));
+	check_release(handles[0]);
+	/* The usual room stays: registrations come again. */
+	check_fork();
+	CHECK(rf_engine.edges.shown && rf_engine.edges.spare);
+	free(handles);
+}
+
 /* After the fold, before the child is made. */
 static void registered_while_a_fork_is_under_way(void)
 {
@@ -528,6 +559,7 @@ int main(int argc, char **argv)
 		SCENARIO(what_cannot_be_written_is_given_back),
 		SCENARIO(failures_invent_nothing),
 		SCENARIO(room_is_taken_at_the_registration),
+		SCENARIO(much_room_is_given_back),
 		SCENARIO(registered_while_a_fork_is_under_way),
 		SCENARIO(threads_register_while_others_fork),
 		SCENARIO(what_fork_itself_uses_is_named),

@@ -15,9 +15,9 @@
 #include <sys/mount.h>
 #include <sys/stat.h>
 
-#define PIECES 3000
+#define PIECES 1500
 #define STEPS 24
-#define STEP (256u << 10)
+#define STEP (128u << 10)
 
 static struct rf_handle handles[PIECES];
 static bool live[PIECES];
@@ -193,8 +193,12 @@ static bool fork_tight(size_t spare)
 /* All that this process does at the limit it has done before, and touches nothing new. */
 static void rehearse(enum rf_policy policy)
 {
+	const size_t nbytes = (2 * PIECES + 1) * check_page;
+
 	memory = check_map(2 * PIECES + 1);
-	memset(memory, 1, (2 * PIECES + 1) * check_page);
+	/* Of a huge page that is used in part the rest is taken back at the limit. */
+	CHECK(madvise(memory, nbytes, MADV_NOHUGEPAGE) == 0 || errno == EINVAL);
+	memset(memory, 1, nbytes);
 	lacked = (bool *)check_map_shared(PIECES / check_page + 1);
 	CHECK(register_all(policy) == PIECES);
 	check_fork();

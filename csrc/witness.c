@@ -238,13 +238,13 @@ static void put_kernel(struct rf_json *json)
 	rf_json_close(json, '}');
 }
 
-/* Not @known in a signal handler that has interrupted the engine, and calls exit(). */
-static void put_numbers(struct rf_json *json, bool *known)
+/* False in a signal handler that has interrupted the engine, and calls exit(): most are 0. */
+static bool put_numbers(struct rf_json *json)
 {
 	const struct rf_registry *registry = &rf_engine.registry;
 	struct rf_stats stats = { 0 };
+	bool known = rf_stats(&stats) >= 0;
 
-	*known = rf_stats(&stats) >= 0;
 	rf_json_open(json, "registrations", '{');
 	rf_json_number(json, "total", registry->last_serial - registry->inherited);
 	rf_json_number(json, "live", stats.registrations);
@@ -264,6 +264,7 @@ static void put_numbers(struct rf_json *json, bool *known)
 	rf_json_close(json, '}');
 	rf_json_number(json, "left_bytes", stats.left_bytes);
 	rf_json_number(json, "unbalanced", stats.ibv_unbalanced);
+	return known;
 }
 
 static void put_libraries(struct rf_json *json)
@@ -310,7 +311,7 @@ static void put_line(struct rf_json *json)
 	put_process(json);
 	rf_json_string(json, "mode", modes[rf_mode()]);
 	put_kernel(json);
-	put_numbers(json, &known);
+	known = put_numbers(json);
 	put_libraries(json);
 	rf_json_open(json, "errors", '[');
 	if (*witness.failure)

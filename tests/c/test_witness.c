@@ -44,7 +44,7 @@ static void work(void)
 	char *memory = check_map(4);
 
 	CHECK(handle, "%s", dlerror());
-	/* As a fork would, libibverbs' own protection is asked for where nothing else is. */
+	/* Where the engine runs, a fork has it look; where not, libibverbs is asked to protect. */
 	if (rf_mode() == RF_MODE_NONE)
 		CHECK(call(handle, "ibv_fork_init", NULL, 0) == 0);
 	else

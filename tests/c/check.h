@@ -61,6 +61,9 @@ struct check_scenario {
 /* Runs them all; the exit status for main(). */
 int check_run(const struct check_scenario *scenarios, size_t count, int argc, char **argv);
 
+/* What callers tell apart, and some that sandboxes and limits give. */
+#define CHECK_ERRORS { ENOMEM, EAGAIN, EINVAL, EPERM, EACCES, ENOSYS, EMFILE, EIO }
+
 /* How much slower than usual this build is, on this machine. */
 unsigned int check_slowness(void);
 /* @amount for that and $SCALE, at least 1. */

@@ -398,8 +398,7 @@ static const struct operation *under_test;
 
 static void fail_every_call(void)
 {
-	static const int errors[] = { ENOMEM, EAGAIN, EINVAL, EPERM,
-				      EACCES, ENOSYS, EMFILE, EIO };
+	static const int errors[] = CHECK_ERRORS;
 	size_t i, kinds = CHECK_TSAN ? 1 : COUNT_OF(errors);
 	unsigned long nth = 0, total = 0;
 	int status;

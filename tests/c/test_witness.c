@@ -14,7 +14,7 @@
 
 #define DONE 2 /* exit status: fewer calls were made */
 
-static const int errors[] = { ENOMEM, EAGAIN, EINVAL, EPERM, EACCES, ENOSYS, EMFILE, EIO };
+static const int errors[] = CHECK_ERRORS;
 
 static char report[] = "/tmp/rdmafork-report-XXXXXX";
 

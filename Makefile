@@ -14,8 +14,8 @@ GUESTS := $(VENV)/guests
 FIGURES := $(VENV)/figures
 PAGES := $(VENV)/pages
 PACKAGERS := $(VENV)/packagers
-SOURCES := $(wildcard csrc/*.c)
-HEADERS := $(wildcard csrc/*.h csrc/*.map)
+SOURCES := $(wildcard csrc/*.c csrc/preload/*.c)
+HEADERS := $(wildcard csrc/*.h csrc/*.map csrc/preload/*.h)
 MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
 CTESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
 SOAK := build/ctest/debug/soak
@@ -140,7 +140,7 @@ build/ctest/$(1)/%.o: %.c Makefile
 build/ctest/$(1)/test_%: build/ctest/$(1)/tests/c/test_%.o $$($(1)_OBJECTS)
 	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$(LDFLAGS) -ldl -o $$@
 
-build/ctest/$(1)/test_intercept build/ctest/$(1)/test_witness: | $$(STANDINS:%=build/ctest/standin-%.so)
+build/ctest/$(1)/test_intercept build/ctest/$(1)/test_exec: | $$(STANDINS:%=build/ctest/standin-%.so)
 build/ctest/$(1)/test_intercept: private LDFLAGS += -Wl,--export-dynamic-symbol=standin_wait
 build/ctest/$(1)/fuzz_proc: private LDFLAGS += $$(PROC_LDFLAGS)
 # What fuzzing has found, or is to begin with, played again, and random inputs.
@@ -372,7 +372,7 @@ test-bare: wheel	## the wheel where there is nothing but Python (needs root)
 
 # Trailing comments and macros' values may be aligned by hand: only what is left of them counts.
 TIGHT := sed -E 's/([^ \t])[ \t]+/\1 /g'
-CFORMATTED = $(wildcard $(addsuffix /*.[ch],csrc tests/c tests/fuzz tests/soak examples/*))
+CFORMATTED = $(wildcard $(addsuffix /*.[ch],csrc csrc/preload tests/c tests/fuzz tests/soak examples/*))
 # Not a Python module; what Cython adds by itself.
 STUBLESS := 'rdmafork\.librdmafork' '.*\.__test__' '.*\.__(reduce|setstate)_cython__' '.*\.__pyx_capi__' \
 	'rdmafork\._(core\.Registration|verbs\.(ProtectionDomain|MemoryRegion))\.__init__'
@@ -397,7 +397,7 @@ lint: lint-c	## every static check; changes nothing
 	$(BIN)/codespell
 	@for cc in gcc clang; do if command -v $$cc >/dev/null; then for flags in -UNDEBUG -DNDEBUG; do \
 		for file in $(SOURCES); do \
-			$$cc -std=gnu11 -O2 -Wall -Wextra -Wshadow -Werror -fPIC -pthread \
+			$$cc -std=gnu11 -O2 -Icsrc -Wall -Wextra -Wshadow -Werror -fPIC -pthread \
 				$$flags -c $$file -o /dev/null || exit 1; \
 		done; done; echo "$$cc -Wall -Wextra -Wshadow -Werror"; fi; done
 	$(BIN)/mypy

@@ -14,9 +14,12 @@ from setuptools.modified import newer_group
 
 LIBRARY = "rdmafork.librdmafork"
 MODULES = ("_buffer", "_clocks", "_core", "_dlpack", "_ibverbs", "_pins", "_verbs")
-HEADERS = sorted(glob("csrc/*.h") + glob("csrc/*.map") + glob("rdmafork/*.pxd"))
+STOREYS = ("csrc", "csrc/preload")
+SOURCES = sorted(path for storey in STOREYS for path in glob(f"{storey}/*.c"))
+HEADERS = [path for storey in STOREYS for path in glob(f"{storey}/*.h")]
+HEADERS = sorted([*HEADERS, *glob("csrc/*.map"), *glob("rdmafork/*.pxd")])
 FLAGS = (
-    "-std=gnu11 -O2 -DNDEBUG -fPIC -pthread -fvisibility=hidden "
+    "-std=gnu11 -O2 -DNDEBUG -Icsrc -fPIC -pthread -fvisibility=hidden "
     "-Wall -Wextra -Wshadow -Werror=implicit-function-declaration"
 ).split()
 LINK = (
@@ -131,7 +134,7 @@ def module(name):
     )
 
 
-library = Extension(LIBRARY, sorted(glob("csrc/*.c")), depends=[*HEADERS, "setup.py"])
+library = Extension(LIBRARY, SOURCES, depends=[*HEADERS, "setup.py"])
 # Elsewhere the package installs, and says at import what it needs.
 linux = sys.platform == "linux"
 setup(

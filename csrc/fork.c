@@ -3,18 +3,45 @@
  * The fork handlers. Plain C that allocates nothing from malloc() and leaves
  * errno alone, which glibc before 2.33 does not do for its callers.
  */
-#include "devices.h"
-#include "engine.h"
-#include "intercept.h"
-#include "loader.h"
-#include "witness.h"
+#include "fork.h"
+#include "hooks.h"
+#include "loader_gate.h"
+#include "window.h"
 
 #include <errno.h>
 #include <pthread.h>
 #include <sys/mman.h>
 
-/* How long a fork waits for the engine: longer than any call takes on the slowest machine. */
-#define PATIENCE 30
+int rf_enter_slowly(unsigned int flags)
+{
+	const uint64_t patience = (uint64_t)rf_window.patience * 1000000000u;
+	uint64_t began = flags & RF_FORKING ? rf_sys_now() : 0;
+
+	if (rf_lock_is_mine(&rf_engine.lock))
+		return -EDEADLK;
+	if (flags & RF_NOWAIT)
+		return -EAGAIN;
+	while (!rf_lock_wait(&rf_engine.lock)) {
+		if (!rf_notice_child())
+			return -EDEADLK;
+		/* Its owner may wait for a lock that a fork handler before ours has taken. */
+		if (flags & RF_FORKING && rf_sys_now() - began > patience)
+			return -ETIMEDOUT;
+	}
+	return 0;
+}
+
+void rf_clear_interrupted(void)
+{
+	struct rf_engine *engine = &rf_engine;
+
+	/* No handler has run: this does what it would have done. */
+	(void)rf_notice_child();
+	rf_advise_unmark_all(&engine->advisor);
+	rf_advise_unmark_all(&engine->wiper);
+	rf_wiped_keep(&engine->wiped);
+	rf_clear(false);
+}
 
 /* What the child of the fork under way is to get back has been saved for it. */
 static __thread bool saved __attribute__((tls_model("initial-exec")));
@@ -26,10 +53,10 @@ static void prepare(void)
 
 	saved = false;
 	(void)rf_notice_child();
-	rf_intercept_look(true);
-	__atomic_add_fetch(&engine->window, 1, __ATOMIC_SEQ_CST);
-	__atomic_add_fetch(&engine->begun, 1, __ATOMIC_SEQ_CST);
-	rf_loader_fork();
+	if (rf_has_hooks())
+		rf_hooks.prepare();
+	rf_window_open();
+	rf_loader_gate_fork();
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
 		return;
 	if (rf_enter(RF_FORKING) < 0) {
@@ -51,19 +78,15 @@ static void prepare(void)
 	rf_edges_save(&engine->edges);
 	saved = true;
 	rf_guards_plan(&engine->guards, &engine->edges);
-	rf_witness_fork(began);
+	if (rf_has_hooks())
+		rf_hooks.prepared(began);
 	rf_leave();
 }
 
 static void parent(void)
 {
-	int *window = &rf_engine.window, seen = __atomic_load_n(window, __ATOMIC_SEQ_CST);
-
-	rf_loader_forked();
-	/* A child that was made in the window goes on from here, with a window of its own. */
-	while (seen > 0 && !__atomic_compare_exchange_n(window, &seen, seen - 1, false,
-							__ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-		;
+	rf_loader_gate_forked();
+	rf_window_shut();
 }
 
 static void child(void)
@@ -74,35 +97,68 @@ static void child(void)
 		rf_edges_restore(&rf_engine.edges);
 	rf_guards_raise(&rf_engine.guards);
 	(void)rf_notice_child();
-	if (rf_witness_omits_devices())
-		rf_devices_omit(&rf_engine.descriptors);
+	if (rf_has_hooks())
+		rf_hooks.child();
 	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */
 	rf_descriptors_replace(&rf_engine.descriptors);
 }
 
-void rf_install(void)
+/*
+ * Make the engine, in our constructor or at a call before that: of several libraries that
+ * are preloaded or linked the loader may run another's constructor first.
+ */
+static void install(void)
 {
 	struct rf_engine *engine = &rf_engine;
 	void *page = NULL;
 	size_t nbytes = 64 * 1024; /* the largest base page */
 	uint64_t *alive = &rf_unwiped;
 
-	rf_registry_init(&engine->registry);
-	rf_index_init(&engine->ibv_ranges);
-	rf_advisor_init(&engine->advisor, RF_OMIT, &engine->wiper, &engine->edges);
-	rf_advisor_init(&engine->wiper, RF_WIPE, &engine->advisor, &engine->edges);
-	engine->edges.omitted.pages = &engine->advisor.ranges;
-	engine->edges.omitted.gaps = &engine->advisor.gaps;
-	engine->edges.wiped.pages = &engine->wiper.ranges;
-	engine->edges.wiped.gaps = &engine->wiper.gaps;
+	rf_engine_init();
 	if (rf_sys_map(nbytes, &page) >= 0 &&
 	    rf_sys_madvise((uintptr_t)page, nbytes, MADV_WIPEONFORK) >= 0)
 		alive = page;
 	engine->generation = 1;
-	engine->patience = PATIENCE;
 	pthread_atfork(prepare, parent, child);
 	*alive = 1;
 	__atomic_store_n(&engine->alive, alive, __ATOMIC_RELEASE);
+}
+
+bool rf_become_child(void)
+{
+	struct rf_engine *engine = &rf_engine;
+	uint64_t before = 0;
+
+	/* The first thread of a raw clone()'s child does it, its others wait. */
+	while (!__atomic_compare_exchange_n(engine->alive, &before, rf_lock_self(), false,
+					    __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE)) {
+		if (before == 1)
+			return true;
+		if (before == rf_lock_self())
+			return false;
+		before = 0;
+	}
+	if (!engine->generation) {
+		install();
+		__atomic_store_n(&rf_unwiped, 1, __ATOMIC_RELEASE);
+		return true;
+	}
+	engine->generation++;
+	engine->registry.inherited = engine->registry.last_serial;
+	rf_wiped_keep(&engine->wiped);
+	rf_window_child();
+	if (rf_lock_is_mine(&engine->lock)) {
+		engine->clear_when_left = true;
+	} else {
+		/* Held by a thread that does not exist here: what it was moving may be nowhere. */
+		rf_clear(engine->lock.word);
+		__atomic_store_n(&engine->lock.word, 0, __ATOMIC_RELEASE);
+	}
+	rf_loader_gate_child();
+	if (rf_has_hooks())
+		rf_hooks.notice();
+	__atomic_store_n(engine->alive, 1, __ATOMIC_RELEASE);
+	return true;
 }
 
 /*
@@ -113,5 +169,20 @@ void rf_install(void)
 __attribute__((constructor)) static void begin(void)
 {
 	(void)rf_notice_child();
-	rf_witness_begin();
+}
+
+RF_API uint32_t rf_generation(void)
+{
+	(void)rf_notice_child();
+	return rf_engine.generation;
+}
+
+RF_API uint64_t rf_forks(void)
+{
+	uint64_t begun;
+
+	(void)rf_notice_child();
+	/* In this order: prepare opens the window, then counts. */
+	begun = __atomic_load_n(&rf_window.begun, __ATOMIC_SEQ_CST);
+	return __atomic_load_n(&rf_window.forks, __ATOMIC_SEQ_CST) ? 0 : begun + 1;
 }

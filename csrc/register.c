@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* The ways in and out: of registrations, and of descriptors no child shall have. */
-#include "engine.h"
+#include "fork.h"
+#include "fork_uses.h"
 #include "start.h"
-#include "touched.h"
+#include "window.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -26,11 +27,6 @@ static int check_arguments(uintptr_t start, size_t nbytes, enum rf_policy policy
 		return -EINVAL;
 	}
 	return 0;
-}
-
-static bool is_forking(const struct rf_engine *engine)
-{
-	return __atomic_load_n(&engine->window, __ATOMIC_RELAXED);
 }
 
 /* Nothing to mark: the kernel copies, or there is nothing to copy. */
@@ -60,7 +56,7 @@ static void remove_note(struct rf_engine *engine, uint32_t note)
 
 static int wipe(struct rf_engine *engine, struct rf_slot *slot, struct rf_error *error)
 {
-	unsigned int how = is_forking(engine) ? RF_ADVISE_FORKING : 0;
+	unsigned int how = rf_window_is_open() ? RF_ADVISE_FORKING : 0;
 	uintptr_t start, end;
 	bool ask;
 	int rc;
@@ -106,7 +102,7 @@ static int protect_otherwise(struct rf_engine *engine, struct rf_slot *slot, uns
 static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
 		   unsigned int flags, struct rf_error *error)
 {
-	unsigned int how = is_forking(engine) ? RF_ADVISE_FORKING : 0;
+	unsigned int how = rf_window_is_open() ? RF_ADVISE_FORKING : 0;
 	bool lazy = engine->mode == RF_MODE_LAZY && flags & RF_HELD, ask = false;
 	int rc;
 
@@ -158,7 +154,7 @@ static bool name_lost(const struct rf_engine *engine, uintptr_t page, struct rf_
 	const char *what = "all else there, as process_vm_readv() is refused";
 
 	if (rf_likely(!engine->edges.forbidden))
-		what = rf_touched_by_fork(page, page_size);
+		what = rf_fork_uses(page, page_size);
 	if (rf_likely(!what))
 		return false;
 	error->start = page;

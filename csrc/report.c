@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* What is registered and protected how: for people, so it may take its time. */
-#include "engine.h"
+#include "fork.h"
+#include "hooks.h"
 #include "kernel.h"
 
 #include <errno.h>
@@ -238,10 +239,18 @@ RF_API int rf_stats(struct rf_stats *stats)
 	stats->forks = engine->forks;
 	stats->forks_unprepared = __atomic_load_n(&engine->forks_unprepared, __ATOMIC_RELAXED);
 	stats->engine_bytes += (uint64_t)engine->registry.touched * sizeof(struct rf_slot) +
-			       rf_edges_bytes(&engine->edges) + engine->ibv_ranges.entries.mapped;
-	stats->ibv_ranges = engine->ibv_ranges.used;
-	stats->ibv_calls = engine->ibv_calls;
-	stats->ibv_unbalanced = engine->ibv_unbalanced;
+			       rf_edges_bytes(&engine->edges);
+	if (rf_has_hooks())
+		rf_hooks.add_stats(stats);
 	rf_leave();
 	return 0;
+}
+
+RF_API void rf_kernel_info(struct rf_kernel *kernel)
+{
+	int entered = rf_enter(0);
+
+	*kernel = *rf_kernel();
+	if (entered == 0)
+		rf_leave();
 }

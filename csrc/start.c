@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #define _GNU_SOURCE /* secure_getenv(), dl_iterate_phdr() */
 #include "start.h"
-#include "engine.h"
+#include "fork.h"
 #include "kernel.h"
-#include "loader.h"
+#include "loader_gate.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -173,9 +173,11 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 		rc = edges_of_environment(&whole, error);
 	/* Outside the lock: the loader may be waiting for whoever holds it. */
 	if (rc >= 0) {
-		rf_loader_enter();
+		/* In a child no fork of its parent's is under way. */
+		(void)rf_notice_child();
+		rf_loader_gate_enter();
 		rc = refuse_second_engine(error);
-		rf_loader_leave();
+		rf_loader_gate_leave();
 	}
 	if (rc < 0)
 		return rc;

@@ -194,7 +194,9 @@ def write_program(snippet: Snippet, path: Path) -> None:
 
 def run_c(snippet: Snippet, tmp_path: Path) -> None:
     if "main(" not in snippet.code:
-        lines = {" ".join(line.split()) for f in (ROOT / "csrc").iterdir() for line in open(f)}
+        lines = {
+            " ".join(line.split()) for f in (ROOT / "csrc").rglob("*.[ch]") for line in open(f)
+        }
         for line in snippet.code.splitlines():
             assert " ".join(line.split()) in lines, f"{snippet}: not in csrc: {line}"
         return

@@ -221,7 +221,7 @@ int main(void)
 
 
 def test_all_variables_are_known_here():
-    sources = [*ROOT.glob("csrc/*.c"), *Path(rdmafork.__file__).parent.glob("*.py")]
+    sources = [*ROOT.glob("csrc/**/*.c"), *Path(rdmafork.__file__).parent.glob("*.py")]
     names = re.compile(
         r'(?:getenv|variable|is_set|copy_variable|environ\.get)\([^;]*?"([A-Z_]+)"', re.S
     )

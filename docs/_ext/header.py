@@ -2,6 +2,7 @@
 
     .. rdmafork-h:: rf_register rf_release      entries of that header, in its order
     .. opening:: engine                         the comment that csrc/engine.h begins with
+    .. opening:: preload/elf                    that of csrc/preload/elf.h
 
 An entry is a declaration and the comment before it; a field's is what stands beside it.
 """

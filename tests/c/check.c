@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #define _GNU_SOURCE
 #include "check.h"
-#include "engine.h"
+#include "fork.h"
+#include "preload/ibv.h"
+#include "window.h"
 
 #include <fcntl.h>
 #include <signal.h>
@@ -470,7 +472,7 @@ void check_start(enum rf_mode mode)
 void check_stop(void)
 {
 	check_empty();
-	rf_clear();
+	rf_clear(false);
 	rf_engine.mode = RF_MODE_NONE;
 	rf_engine.mode_inherited = false;
 	rf_engine.environment_read = false;
@@ -515,7 +517,7 @@ void check_sound(void)
 	rf_ranges_check(&rf_engine.advisor.ranges);
 	rf_ranges_check(&rf_engine.wiper.ranges);
 	rf_registry_check(&rf_engine.registry);
-	rf_index_check(&rf_engine.ibv_ranges);
+	rf_ibv_check();
 	CHECK(!rf_engine.advisor.reader.depth, "a round of questions was left open");
 }
 
@@ -583,7 +585,7 @@ void check_works(void)
 
 	/* A fork while rf_leave() unlocked leaves the clearing to whoever enters next. */
 	CHECK(rf_handle_state((struct rf_handle){ 0 }) == -ESTALE);
-	CHECK(!rf_engine.window && !rf_engine.lock.word && !rf_engine.clear_when_left);
+	CHECK(!rf_window.forks && !rf_engine.lock.word && !rf_engine.clear_when_left);
 	held = check_register(memory, check_page, RF_HELD);
 	unheld = check_register(memory + 2 * check_page, check_page, 0);
 	CHECK(!check_child_reads(memory));

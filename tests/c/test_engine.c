@@ -2,7 +2,7 @@
 /* The public API's promises: modes, handles, laziness, the list. */
 #define _GNU_SOURCE
 #include "check.h"
-#include "engine.h"
+#include "fork.h"
 
 #include <pthread.h>
 

@@ -6,7 +6,7 @@
  * given back.
  */
 #include "check.h"
-#include "engine.h"
+#include "fork.h"
 
 #define PAGES 16
 #define MAX_LIVE 8

@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #include "check.h"
 #include "engine.h"
+#include "window.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -209,11 +210,11 @@ static void a_fork_within_a_fork_shuts_the_window(void)
 	inside[0] = raise_in_the_window;
 	child = fork();
 	CHECK(child >= 0);
-	CHECK(rf_engine.window == 0, "%d forks seem to be under way", rf_engine.window);
+	CHECK(rf_window.forks == 0, "%d forks seem to be under way", rf_window.forks);
 	if (child)
 		CHECK(check_wait(child) == 0);
 	check_works();
-	CHECK(rf_engine.window == 0);
+	CHECK(rf_window.forks == 0);
 	if (getpid() != self)
 		_exit(0);
 }
@@ -234,7 +235,7 @@ static void a_fork_that_fails_shuts_the_window(void)
 		_exit(0);
 	if (child > 0)
 		check_skip("RLIMIT_NPROC does not count here");
-	CHECK(errno == EAGAIN && rf_engine.window == 0);
+	CHECK(errno == EAGAIN && rf_window.forks == 0);
 	handle = check_register(memory, check_page, RF_HELD);
 	check_release(handle);
 	check_empty();
@@ -389,7 +390,7 @@ static void processes_that_share_memory_change_nothing(void)
 			CHECK(check_wait(child) == 5);
 		}
 	}
-	CHECK(rf_generation() == generation && rf_engine.window == 0);
+	CHECK(rf_generation() == generation && rf_window.forks == 0);
 	CHECK(rf_handle_state(held) == 1 && rf_handle_state(unheld) == 1);
 	check_release(held);
 	check_release(unheld);

@@ -2,7 +2,8 @@
 /* fork() at any moment: threads that fork side by side, and signals that do. */
 #define _GNU_SOURCE
 #include "check.h"
-#include "engine.h"
+#include "fork.h"
+#include "window.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -72,7 +73,7 @@ static void threads_fork(enum rf_mode mode)
 	__atomic_store_n(&stop, true, __ATOMIC_RELAXED);
 	for (i = 0; i < 2; i++)
 		CHECK(!pthread_join(registering[i], NULL));
-	CHECK(rf_engine.window == 0);
+	CHECK(rf_window.forks == 0);
 	check_empty();
 }
 
@@ -208,7 +209,7 @@ static void a_fork_waits_for_the_engine_but_not_for_ever(void)
 
 	setenv("RDMAFORK_EDGES", "whole", 1);
 	check_start(RF_MODE_EAGER);
-	rf_engine.patience = 1;
+	rf_window.patience = 1;
 	mine = check_register(memory + 100, 100, RF_HELD);
 	memory[0] = 1;
 	check_fork();
@@ -230,7 +231,7 @@ static void a_fork_waits_for_the_engine_but_not_for_ever(void)
 	CHECK(status == 0 || status == -SIGSEGV, "%d", status);
 	CHECK(!pthread_join(thread, NULL));
 	contended = false;
-	CHECK(rf_stats(&stats) == 0 && stats.forks_unprepared == 2 && !rf_engine.window);
+	CHECK(rf_stats(&stats) == 0 && stats.forks_unprepared == 2 && !rf_window.forks);
 	check_release(mine);
 	check_works();
 }

@@ -7,7 +7,7 @@
 #define _GNU_SOURCE /* struct dl_phdr_info */
 #include "check.h"
 #include "engine.h"
-#include "object.h"
+#include "preload/elf.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -156,14 +156,14 @@ static void noticed_by_a_fork_they_are_taken_all_or_none(void)
 /* The loader makes whole pages read-only: the page that its range begins in too. */
 static void a_slot_is_read_only_where_its_page_is(void)
 {
-	const struct rf_object object = {
+	const struct rf_elf object = {
 		.relro_start = 2 * check_page + 16,
 		.relro_end = 4 * check_page - 16,
 	};
 	uintptr_t at;
 
 	for (at = 0; at < 6 * check_page; at += sizeof(at))
-		CHECK(rf_object_is_read_only(&object, (const uintptr_t *)at) ==
+		CHECK(rf_elf_is_read_only(&object, (const uintptr_t *)at) ==
 			      (at / check_page == 2),
 		      "%zu", (size_t)at);
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* A jump over the entry of a function that is known, and over no other. */
 #include "check.h"
-#include "patch.h"
+#include "preload/patch.h"
 #include "sys.h"
 
 #if defined(__x86_64__)

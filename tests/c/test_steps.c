@@ -8,7 +8,8 @@
  */
 #define _GNU_SOURCE
 #include "check.h"
-#include "engine.h"
+#include "fork.h"
+#include "window.h"
 
 #if defined(__x86_64__) && !CHECK_TSAN
 
@@ -177,7 +178,7 @@ static void check_child_works(void)
 	CHECK(rf_handle_state(handle) == 1, "what the child registered is lost");
 	CHECK(rf_handle_state(first) == -ECHILD && rf_handle_state(second) == -ECHILD);
 	CHECK(rf_release(first, 0) == -ECHILD && rf_release(second, 0) == -ECHILD);
-	CHECK(!rf_engine.clear_when_left && !rf_engine.window);
+	CHECK(!rf_engine.clear_when_left && !rf_window.forks);
 	CHECK(!rf_engine.lock.word, "the lock is held");
 	CHECK(!check_child_reads(fresh + check_page));
 	CHECK(check_child_reads(shared));
@@ -277,7 +278,7 @@ static void fork_everywhere(size_t i)
 	}
 	CHECK(made_children > 2, "%lu steps", made_children);
 	check_sound();
-	CHECK(!rf_engine.clear_when_left && !rf_engine.window);
+	CHECK(!rf_engine.clear_when_left && !rf_window.forks);
 	CHECK(rf_generation() == rf_engine.generation);
 	if (made_rc == 1)
 		check_release(made);
@@ -335,7 +336,7 @@ static void fork_and_exit_everywhere(size_t i)
 	end_steps();
 	CHECK(made_children > 2);
 	check_sound();
-	CHECK(!rf_engine.window);
+	CHECK(!rf_window.forks);
 }
 
 static void a_child_ends_at_every_instruction(void)

@@ -18,6 +18,7 @@
 #include "engine.h"
 #include "fuzz.h"
 #include "kernel.h"
+#include "window.h"
 
 #include <stdarg.h>
 #include <sys/uio.h>
@@ -589,7 +590,7 @@ static void op_prepare(bool failing)
 	handlers.parent();
 	tell("parent\n");
 	window = false;
-	CHECK(!rf_engine.window);
+	CHECK(!rf_window.forks);
 }
 
 static void op_fork(void)

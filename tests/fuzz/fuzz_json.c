@@ -2,7 +2,7 @@
 /* What is written as JSON is JSON, and reads as what was written: any names, any bytes. */
 #include "check.h"
 #include "fuzz.h"
-#include "json.h"
+#include "preload/json.h"
 
 #define DEPTH 8
 #define LONGEST 80

@@ -7,7 +7,7 @@
  */
 #include "check.h"
 #include "fuzz.h"
-#include "patch.h"
+#include "preload/patch.h"
 #include "sys.h"
 
 #if defined(__x86_64__)

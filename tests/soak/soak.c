@@ -13,7 +13,8 @@
 #define _GNU_SOURCE
 #include "soak.h"
 
-#include "engine.h"
+#include "fork.h"
+#include "preload/ibv.h"
 
 #include <errno.h>
 #include <getopt.h>
@@ -205,7 +206,7 @@ static void check_engine(struct rf_stats *stats)
 	rf_ranges_check(&rf_engine.advisor.ranges);
 	rf_ranges_check(&rf_engine.wiper.ranges);
 	rf_registry_check(&rf_engine.registry);
-	rf_index_check(&rf_engine.ibv_ranges);
+	rf_ibv_check();
 	rf_leave();
 	SOAK_CHECK(rf_stats(stats) == 0);
 	SOAK_CHECK(!stats->registrations && !stats->pending && !stats->ranges);

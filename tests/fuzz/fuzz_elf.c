@@ -9,7 +9,7 @@
 #define _GNU_SOURCE /* struct dl_phdr_info */
 #include "check.h"
 #include "fuzz.h"
-#include "object.h"
+#include "preload/elf.h"
 
 #define SEGMENTS 4
 #define SEGMENT_PAGES 2
@@ -98,20 +98,20 @@ static void begin(void)
 
 static void use(void)
 {
-	struct rf_object object;
+	struct rf_elf object;
 	const char *name = NULL;
 	uintptr_t *slot, found;
 	size_t i, at = 0, slots = 0;
 
-	if (!rf_object_read(&object, &info))
+	if (!rf_elf_read(&object, &info))
 		return;
 	for (i = 0; i < NAMES; i++) {
-		found = rf_object_find(&object, names[i]);
+		found = rf_elf_find(&object, names[i]);
 		CHECK(!found || lies(found, 1, PF_R | PF_X));
-		(void)rf_object_needs(&object, names[i]);
+		(void)rf_elf_needs(&object, names[i]);
 	}
 	(void)strlen(object.soname);
-	while ((slot = rf_object_next_slot(&object, &at, &name))) {
+	while ((slot = rf_elf_next_slot(&object, &at, &name))) {
 		CHECK(lies((uintptr_t)slot, sizeof(*slot), PF_R | PF_W));
 		slots += *slot + strlen(name);
 	}
@@ -345,16 +345,16 @@ static void link_object(void)
 
 static void a_linked_object(void)
 {
-	struct rf_object object;
+	struct rf_elf object;
 	const char *name = NULL;
 	size_t i, at = 0;
 
 	link_object();
-	CHECK(rf_object_read(&object, &info));
+	CHECK(rf_elf_read(&object, &info));
 	for (i = 0; i < NAMES; i++)
-		CHECK(rf_object_find(&object, names[i]) == linked.defined[i], "%s: %lx, not %lx",
-		      names[i], rf_object_find(&object, names[i]), linked.defined[i]);
-	CHECK(rf_object_needs(&object, "libneeded.so.1") && !rf_object_needs(&object, "needed"));
+		CHECK(rf_elf_find(&object, names[i]) == linked.defined[i], "%s: %lx, not %lx",
+		      names[i], rf_elf_find(&object, names[i]), linked.defined[i]);
+	CHECK(rf_elf_needs(&object, "libneeded.so.1") && !rf_elf_needs(&object, "needed"));
 	for (i = 0; i < linked.slot_count; i++) {
 		const rf_elf_relocation *relocation = &linked.relocations[i];
 		const rf_elf_symbol *symbol = &linked.symbols[ELF64_R_SYM(relocation->r_info)];
@@ -362,10 +362,10 @@ static void a_linked_object(void)
 		if (relocation->r_addend ||
 		    ELF64_R_TYPE(relocation->r_info) == slot_types[COUNT_OF(slot_types) - 1])
 			continue;
-		CHECK(rf_object_next_slot(&object, &at, &name) == &linked.slots[i], "slot %zu", i);
+		CHECK(rf_elf_next_slot(&object, &at, &name) == &linked.slots[i], "slot %zu", i);
 		CHECK(!strcmp(name, linked.strings + symbol->st_name));
 	}
-	CHECK(!rf_object_next_slot(&object, &at, &name));
+	CHECK(!rf_elf_next_slot(&object, &at, &name));
 }
 
 /* The same, some of whose words are others. */

@@ -7,16 +7,16 @@
  * whoever takes its calls then takes nothing away. NCCL leaves it so, which opens
  * libibverbs and calls that copy's own ibv_fork_init() before anybody can look.
  */
-#ifndef RF_TRACKER_H
-#define RF_TRACKER_H
+#ifndef RF_IBV_TREE_H
+#define RF_IBV_TREE_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
 /* A node as libibverbs has had it since its first: 2007, libibverbs 1.1. */
-struct rf_tracker_node {
+struct rf_ibv_tree_node {
 	int colour;
-	struct rf_tracker_node *parent, *left, *right;
+	struct rf_ibv_tree_node *parent, *left, *right;
 	uintptr_t start, end;
 	int count;
 };
@@ -26,6 +26,6 @@ struct rf_tracker_node {
  * would allocate memory to say so, which when @forking may wait for ever.
  * @status: 0 if it has none.
  */
-int rf_tracker_is_used(uintptr_t dontfork_range, uintptr_t status, bool forking);
+int rf_ibv_tree_is_used(uintptr_t dontfork_range, uintptr_t status, bool forking);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-#include "touched.h"
+#include "fork_uses.h"
 #include "lock.h"
 
 #include <stdbool.h>
@@ -41,7 +41,7 @@ static bool is_arena(uintptr_t page)
 	       arena < page + ARENA_HEADER;
 }
 
-const char *rf_touched_by_fork(uintptr_t page, size_t page_size)
+const char *rf_fork_uses(uintptr_t page, size_t page_size)
 {
 	if (is_own_stack(page, page_size))
 		return "this thread's stack, on which fork() goes on";

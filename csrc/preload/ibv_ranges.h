@@ -11,52 +11,53 @@
  *
  * No locks: the engine's lock is held.
  */
-#ifndef RF_INDEX_H
-#define RF_INDEX_H
+#ifndef RF_IBV_RANGES_H
+#define RF_IBV_RANGES_H
 
 #include "memory.h"
 #include "rdmafork.h"
 
 #include <stdbool.h>
 
-struct rf_entry {
+struct rf_ibv_range {
 	uintptr_t start, end;
 	struct rf_handle handle;
 };
 
-struct rf_index {
+struct rf_ibv_ranges {
 	struct rf_memory entries;
 	uint32_t used;
 };
 
-void rf_index_init(struct rf_index *index);
+void rf_ibv_ranges_init(struct rf_ibv_ranges *ranges);
 
 /* Forget everything, for a child that inherits it: to zero the entries would be to copy them. */
-void rf_index_clear(struct rf_index *index);
+void rf_ibv_ranges_clear(struct rf_ibv_ranges *ranges);
 
 /* The same where the structure may not fit together: its memory is lost. */
-void rf_index_abandon(struct rf_index *index);
+void rf_ibv_ranges_abandon(struct rf_ibv_ranges *ranges);
 
 /* Room for @count more. -ENOMEM: nothing has changed. */
-int rf_index_reserve(struct rf_index *index, uint32_t count);
+int rf_ibv_ranges_reserve(struct rf_ibv_ranges *ranges, uint32_t count);
 
 /* There is room. */
-void rf_index_add(struct rf_index *index, const struct rf_entry *entry);
+void rf_ibv_ranges_add(struct rf_ibv_ranges *ranges, const struct rf_ibv_range *entry);
 
 /* One that has just these bytes; NULL: none. */
-struct rf_entry *rf_index_find(const struct rf_index *index, uintptr_t start, uintptr_t end);
+struct rf_ibv_range *rf_ibv_ranges_find(const struct rf_ibv_ranges *ranges, uintptr_t start,
+					uintptr_t end);
 
 /*
  * Of those that touch a page of [@start, @end), which is page aligned, the one with
  * the lowest address; NULL: none. Looks at all there are.
  */
-struct rf_entry *rf_index_first(const struct rf_index *index, uintptr_t start, uintptr_t end,
-				size_t page_size);
+struct rf_ibv_range *rf_ibv_ranges_first(const struct rf_ibv_ranges *ranges, uintptr_t start,
+					 uintptr_t end, size_t page_size);
 
-/* @entry is the index's own; any other entry may move. */
-void rf_index_remove(struct rf_index *index, struct rf_entry *entry);
+/* @entry is one of them; any other entry may move. */
+void rf_ibv_ranges_remove(struct rf_ibv_ranges *ranges, struct rf_ibv_range *entry);
 
 /* Asserts the invariants (tests). */
-void rf_index_check(const struct rf_index *index);
+void rf_ibv_ranges_check(const struct rf_ibv_ranges *ranges);
 
 #endif

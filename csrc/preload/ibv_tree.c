@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-#include "tracker.h"
+#include "ibv_tree.h"
 #include "patch.h"
 #include "sys.h"
 
@@ -14,14 +14,14 @@
  */
 static bool is_empty(uintptr_t address)
 {
-	struct rf_tracker_node root;
+	struct rf_ibv_tree_node root;
 	struct iovec to = { &root, sizeof(root) }, from = { (void *)address, sizeof(root) };
 
 	return rf_sys_copy(&to, &from, 1) == sizeof(root) && !root.parent && !root.left &&
 	       !root.right && !root.start && root.end == UINTPTR_MAX && !root.count;
 }
 
-int rf_tracker_is_used(uintptr_t dontfork_range, uintptr_t status, bool forking)
+int rf_ibv_tree_is_used(uintptr_t dontfork_range, uintptr_t status, bool forking)
 {
 	const uintptr_t *root = rf_patch_compared(dontfork_range);
 	int (*ask)(void);

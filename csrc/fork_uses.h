@@ -11,12 +11,12 @@
  *
  * Not known here: FILE objects, other threads' stacks, the name service's state.
  */
-#ifndef RF_TOUCHED_H
-#define RF_TOUCHED_H
+#ifndef RF_FORK_USES_H
+#define RF_FORK_USES_H
 
 #include "sys.h"
 
 /* What fork() itself uses of the page of @page_size bytes at @page, or NULL. */
-const char *rf_touched_by_fork(uintptr_t page, size_t page_size);
+const char *rf_fork_uses(uintptr_t page, size_t page_size);
 
 #endif

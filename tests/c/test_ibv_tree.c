@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* A libibverbs' own fork support is in use as soon as anything but nothing is counted. */
 #include "check.h"
-#include "tracker.h"
+#include "preload/ibv_tree.h"
 
 static int status;
 
@@ -12,7 +12,7 @@ static int answer(void)
 
 static bool is_used(void (*range)(void))
 {
-	return rf_tracker_is_used((uintptr_t)range, (uintptr_t)answer, false) == 1;
+	return rf_ibv_tree_is_used((uintptr_t)range, (uintptr_t)answer, false) == 1;
 }
 
 /* What begins with no comparison names no root. */
@@ -24,25 +24,25 @@ static void one_that_is_not_known_is_asked(void)
 {
 	for (status = 0; status <= 2; status++)
 		CHECK(is_used(other_function) == (status == 1));
-	CHECK(rf_tracker_is_used((uintptr_t)other_function, (uintptr_t)answer, true) == -EAGAIN);
-	CHECK(rf_tracker_is_used((uintptr_t)other_function, 0, true) == 0);
+	CHECK(rf_ibv_tree_is_used((uintptr_t)other_function, (uintptr_t)answer, true) == -EAGAIN);
+	CHECK(rf_ibv_tree_is_used((uintptr_t)other_function, 0, true) == 0);
 }
 
 #if defined(__x86_64__)
 
-__asm__(".text\n.balign 16\nrange_function: cmpq $0, tracker_root(%rip)\nret\n");
+__asm__(".text\n.balign 16\nrange_function: cmpq $0, tree_root(%rip)\nret\n");
 void range_function(void);
 
-__attribute__((used)) struct rf_tracker_node *tracker_root;
+__attribute__((used)) struct rf_ibv_tree_node *tree_root;
 
 static void a_tree_of_nothing_is_not_used(void)
 {
-	struct rf_tracker_node node = { .end = UINTPTR_MAX }, other = node;
+	struct rf_ibv_tree_node node = { .end = UINTPTR_MAX }, other = node;
 
 	status = 1;
-	tracker_root = NULL;
+	tree_root = NULL;
 	CHECK(!is_used(range_function));
-	tracker_root = &node;
+	tree_root = &node;
 	CHECK(!is_used(range_function));
 	node.colour = 1;
 	CHECK(!is_used(range_function));

@@ -6,8 +6,8 @@
  * a whole line or none.
  */
 #include "check.h"
-#include "engine.h"
-#include "witness.h"
+#include "fork.h"
+#include "preload/exec.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -65,7 +65,7 @@ __attribute__((noreturn)) static void run_once(unsigned long nth, int error, boo
 	CHECK(null >= 0 && dup2(null, STDERR_FILENO) == STDERR_FILENO);
 	if (!at_the_end)
 		rf_sys_fail(nth, error);
-	rf_witness_begin();
+	rf_exec_begin();
 	rf_sys_fail(0, 0);
 	faults = rf_sys_faults() - faults;
 	CHECK(rf_mode() != RF_MODE_NONE || faults);
@@ -162,7 +162,7 @@ static void ended_inside_the_engine_it_says_so(void)
 	pid = fork();
 	CHECK(pid >= 0);
 	if (!pid) {
-		rf_witness_begin();
+		rf_exec_begin();
 		CHECK(rf_enter(0) == 0);
 		exit(0);
 	}

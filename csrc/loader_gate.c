@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-#include "loader.h"
-#include "engine.h"
+#include "loader_gate.h"
+#include "sys.h"
+#include "window.h"
 
 /* How long a fork waits for those who are in the loader. */
 #define PATIENCE 1 /* seconds */
@@ -24,7 +25,7 @@ static bool rest(uint64_t began, unsigned int seconds)
 static bool enter(bool regardless)
 {
 	__atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
-	if (__atomic_load_n(&rf_engine.window, __ATOMIC_SEQ_CST) > forks_here && !regardless) {
+	if (__atomic_load_n(&rf_window.forks, __ATOMIC_SEQ_CST) > forks_here && !regardless) {
 		__atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
 		return false;
 	}
@@ -32,29 +33,27 @@ static bool enter(bool regardless)
 	return true;
 }
 
-bool rf_loader_try(void)
+bool rf_loader_gate_try(void)
 {
 	return enter(false);
 }
 
-void rf_loader_enter(void)
+void rf_loader_gate_enter(void)
 {
 	const uint64_t began = rf_sys_now();
 	bool patient = true;
 
-	/* In a child no fork of its parent's is under way. */
-	(void)rf_notice_child();
 	while (!enter(!patient))
-		patient = rest(began, rf_engine.patience);
+		patient = rest(began, rf_window.patience);
 }
 
-void rf_loader_leave(void)
+void rf_loader_gate_leave(void)
 {
 	inside_here--;
 	__atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
 }
 
-void rf_loader_fork(void)
+void rf_loader_gate_fork(void)
 {
 	uint64_t began;
 
@@ -66,14 +65,14 @@ void rf_loader_fork(void)
 		;
 }
 
-void rf_loader_forked(void)
+void rf_loader_gate_forked(void)
 {
 	/* In a child that goes on from the middle of a fork there is none. */
 	if (forks_here)
 		forks_here--;
 }
 
-void rf_loader_child(void)
+void rf_loader_gate_child(void)
 {
 	forks_here = 0;
 	__atomic_store_n(&inside, inside_here, __ATOMIC_SEQ_CST);

@@ -10,8 +10,8 @@
  * be wrong, as it never has to be right for a program that runs: what is read lies in
  * those segments, or is not read.
  */
-#ifndef RF_OBJECT_H
-#define RF_OBJECT_H
+#ifndef RF_ELF_H
+#define RF_ELF_H
 
 #include <link.h>
 #include <stdbool.h>
@@ -23,7 +23,7 @@ typedef ElfW(Rela) rf_elf_relocation;
 typedef ElfW(Dyn) rf_elf_entry;
 typedef ElfW(Phdr) rf_elf_header;
 
-struct rf_object {
+struct rf_elf {
 	const char *name;		/* its path; "" is the program */
 	uintptr_t base, start, end;	/* where it lies */
 	uintptr_t relro_start, relro_end;
@@ -41,34 +41,34 @@ struct rf_object {
 };
 
 /* False if it has no dynamic symbols. */
-bool rf_object_read(struct rf_object *object, const struct dl_phdr_info *info);
+bool rf_elf_read(struct rf_elf *object, const struct dl_phdr_info *info);
 
 /* The address of a function it defines, in code that can be read; 0: none. */
-uintptr_t rf_object_find(const struct rf_object *object, const char *name);
+uintptr_t rf_elf_find(const struct rf_elf *object, const char *name);
 
 /*
  * The next slot from *@at on, which begins as 0, and what it is for. NULL: no more. Only
  * what lies in a writable segment is one.
  */
-uintptr_t *rf_object_next_slot(const struct rf_object *object, size_t *at, const char **name);
+uintptr_t *rf_elf_next_slot(const struct rf_elf *object, size_t *at, const char **name);
 
 /*
  * Has the loader filled its slots? Other threads see an object as soon as it is mapped. True
  * too if it has no RELRO to tell by, which is made read-only last.
  */
-bool rf_object_is_relocated(const struct rf_object *object);
+bool rf_elf_is_relocated(const struct rf_elf *object);
 
 /* May @value be what a slot holds before that, an address without the base or nothing? */
-bool rf_object_is_raw(const struct rf_object *object, uintptr_t value);
+bool rf_elf_is_raw(const struct rf_elf *object, uintptr_t value);
 
 /* Is it made read-only once the loader has filled it? */
-bool rf_object_is_read_only(const struct rf_object *object, const uintptr_t *slot);
+bool rf_elf_is_read_only(const struct rf_elf *object, const uintptr_t *slot);
 
 /* Let all such slots be written, and no more. 0, or what mprotect() says. */
-int rf_object_open(const struct rf_object *object);
-int rf_object_shut(const struct rf_object *object);
+int rf_elf_open(const struct rf_elf *object);
+int rf_elf_shut(const struct rf_elf *object);
 
 /* Does it name @library as one it needs? */
-bool rf_object_needs(const struct rf_object *object, const char *library);
+bool rf_elf_needs(const struct rf_elf *object, const char *library);
 
 #endif

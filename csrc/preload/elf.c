@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #define _GNU_SOURCE /* struct dl_phdr_info */
-#include "object.h"
+#include "elf.h"
 #include "sys.h"
 
 #include <string.h>
@@ -18,7 +18,7 @@
 #endif
 
 /* Bytes from @address to the end of the loaded segment it lies in, if that has @flags; else 0. */
-static size_t room_at(const struct rf_object *object, uintptr_t address, unsigned int flags)
+static size_t room_at(const struct rf_elf *object, uintptr_t address, unsigned int flags)
 {
 	size_t i;
 
@@ -36,7 +36,7 @@ static size_t room_at(const struct rf_object *object, uintptr_t address, unsigne
  * A table of items of @size bytes, and how many there is room for. glibc has relocated the
  * addresses in the dynamic section, but in the vDSO's.
  */
-static const void *table_at(const struct rf_object *object, uintptr_t address, size_t size,
+static const void *table_at(const struct rf_elf *object, uintptr_t address, size_t size,
 			    size_t *count)
 {
 	const uintptr_t mask = size < sizeof(address) ? size - 1 : sizeof(address) - 1;
@@ -47,12 +47,12 @@ static const void *table_at(const struct rf_object *object, uintptr_t address, s
 	return *count ? (const void *)address : NULL;
 }
 
-static const char *string_at(const struct rf_object *object, size_t offset)
+static const char *string_at(const struct rf_elf *object, size_t offset)
 {
 	return offset < object->string_bytes ? object->strings + offset : "";
 }
 
-static void read_strings(struct rf_object *object, uintptr_t address, size_t nbytes)
+static void read_strings(struct rf_elf *object, uintptr_t address, size_t nbytes)
 {
 	object->strings = table_at(object, address, 1, &object->string_bytes);
 	if (object->string_bytes > nbytes)
@@ -64,7 +64,7 @@ static void read_strings(struct rf_object *object, uintptr_t address, size_t nby
 }
 
 /* At most @nbytes of them. */
-static const rf_elf_relocation *relocations_at(const struct rf_object *object, uintptr_t address,
+static const rf_elf_relocation *relocations_at(const struct rf_elf *object, uintptr_t address,
 					       size_t nbytes, size_t *count)
 {
 	const rf_elf_relocation *table = table_at(object, address, sizeof(*table), count);
@@ -74,7 +74,7 @@ static const rf_elf_relocation *relocations_at(const struct rf_object *object, u
 	return table;
 }
 
-static void read_dynamic(struct rf_object *object)
+static void read_dynamic(struct rf_elf *object)
 {
 	uintptr_t values[DT_NUM] = { 0 }, gnu_hash = 0;
 	const rf_elf_entry *entry = object->dynamic;
@@ -109,7 +109,7 @@ static void read_dynamic(struct rf_object *object)
 	}
 }
 
-bool rf_object_read(struct rf_object *object, const struct dl_phdr_info *info)
+bool rf_elf_read(struct rf_elf *object, const struct dl_phdr_info *info)
 {
 	uintptr_t dynamic = 0;
 	size_t i;
@@ -144,7 +144,7 @@ bool rf_object_read(struct rf_object *object, const struct dl_phdr_info *info)
 }
 
 /* The symbol, if it defines that function. */
-static const rf_elf_symbol *definition(const struct rf_object *object, size_t index,
+static const rf_elf_symbol *definition(const struct rf_elf *object, size_t index,
 				       const char *name)
 {
 	const rf_elf_symbol *symbol;
@@ -160,7 +160,7 @@ static const rf_elf_symbol *definition(const struct rf_object *object, size_t in
 }
 
 /* DT_GNU_HASH: counts, a filter, buckets, and a chain of hashes that ends with an odd one. */
-static const rf_elf_symbol *find_by_gnu_hash(const struct rf_object *object, const char *name)
+static const rf_elf_symbol *find_by_gnu_hash(const struct rf_elf *object, const char *name)
 {
 	const uint32_t *table = object->gnu_hash;
 	const rf_elf_symbol *symbol;
@@ -190,7 +190,7 @@ static const rf_elf_symbol *find_by_gnu_hash(const struct rf_object *object, con
 /* A jump is written in a unit of that many bytes, which is looked at before. */
 #define CODE_BYTES 16
 
-uintptr_t rf_object_find(const struct rf_object *object, const char *name)
+uintptr_t rf_elf_find(const struct rf_elf *object, const char *name)
 {
 	const rf_elf_symbol *symbol = NULL;
 	uintptr_t address;
@@ -208,7 +208,7 @@ uintptr_t rf_object_find(const struct rf_object *object, const char *name)
 	return room_at(object, address, PF_R | PF_X) >= CODE_BYTES ? address : 0;
 }
 
-uintptr_t *rf_object_next_slot(const struct rf_object *object, size_t *at, const char **name)
+uintptr_t *rf_elf_next_slot(const struct rf_elf *object, size_t *at, const char **name)
 {
 	const rf_elf_relocation *relocation;
 	uintptr_t slot;
@@ -238,44 +238,44 @@ static uintptr_t page_of(uintptr_t address)
 	return address & ~(getauxval(AT_PAGESZ) - 1);
 }
 
-bool rf_object_is_read_only(const struct rf_object *object, const uintptr_t *slot)
+bool rf_elf_is_read_only(const struct rf_elf *object, const uintptr_t *slot)
 {
 	return page_of(object->relro_start) <= (uintptr_t)slot &&
 	       (uintptr_t)slot < page_of(object->relro_end);
 }
 
-bool rf_object_is_relocated(const struct rf_object *object)
+bool rf_elf_is_relocated(const struct rf_elf *object)
 {
 	/* Copied onto itself, which its page lets happen or not. Nobody ever changes a tag. */
 	struct iovec tag = { (void *)object->dynamic, 1 };
 
-	return !rf_object_is_read_only(object, (const uintptr_t *)object->dynamic) ||
+	return !rf_elf_is_read_only(object, (const uintptr_t *)object->dynamic) ||
 	       rf_sys_copy(&tag, &tag, 1) != 1;
 }
 
-bool rf_object_is_raw(const struct rf_object *object, uintptr_t value)
+bool rf_elf_is_raw(const struct rf_elf *object, uintptr_t value)
 {
 	return object->base && value < object->end - object->base;
 }
 
-static int protect(const struct rf_object *object, int protection)
+static int protect(const struct rf_elf *object, int protection)
 {
 	uintptr_t start = page_of(object->relro_start);
 
 	return rf_sys_protect(start, page_of(object->relro_end) - start, protection);
 }
 
-int rf_object_open(const struct rf_object *object)
+int rf_elf_open(const struct rf_elf *object)
 {
 	return protect(object, PROT_READ | PROT_WRITE);
 }
 
-int rf_object_shut(const struct rf_object *object)
+int rf_elf_shut(const struct rf_elf *object)
 {
 	return protect(object, PROT_READ);
 }
 
-bool rf_object_needs(const struct rf_object *object, const char *library)
+bool rf_elf_needs(const struct rf_elf *object, const char *library)
 {
 	const rf_elf_entry *entry = object->dynamic;
 

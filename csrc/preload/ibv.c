@@ -1,31 +1,29 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/*
- * libibverbs' own fork support, with this engine behind it: the four functions that
- * libibverbs, its drivers and programs reach through the dynamic symbol table.
- * Where this library comes first in that (LD_PRELOAD), every RDMA program in the
- * process is protected, unmodified.
- *
- * The caller keeps no handle and does not hold the memory, so it is marked at once,
- * unless $RDMAFORK_MODE says lazy. Nobody needs to ask for protection first. Other
- * than in libibverbs, a release of what was not registered changes nothing.
- *
- * Contract: ibv_fork_init(3); the other three are declared in infiniband/verbs.h and
- * infiniband/driver.h. fork_init returns 0 or an errno, the range functions 0, or -1
- * with errno set.
- */
 #define _GNU_SOURCE /* secure_getenv() */
-#include "engine.h"
-#include "intercept.h"
+#include "ibv.h"
+#include "fork.h"
+#include "ibv_ranges.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/auxv.h>
 
+int ibv_dontfork_range(void *base, size_t size);
+int ibv_dofork_range(void *base, size_t size);
+int ibv_fork_init(void);
+int ibv_is_fork_initialized(void);
+
 /* enum ibv_fork_status */
 #define DISABLED 0
 #define ENABLED 1
 #define UNNEEDED 2
+
+/* Between rf_enter() and rf_leave(). */
+static struct {
+	struct rf_ibv_ranges ranges;	/* what came through ibv_dontfork_range() */
+	uint64_t calls, unbalanced;
+} state;
 
 /* Static storage: no malloc() at its first use, in whatever thread. */
 static __thread int own __attribute__((tls_model("initial-exec")));
@@ -62,7 +60,7 @@ static unsigned int flags(void)
 	return lazy > 0 && rf_mode() == RF_MODE_LAZY ? RF_HELD : 0;
 }
 
-static int register_range(uintptr_t begin, uintptr_t end, struct rf_entry *entry)
+static int register_range(uintptr_t begin, uintptr_t end, struct rf_ibv_range *entry)
 {
 	struct rf_error error;
 
@@ -72,24 +70,23 @@ static int register_range(uintptr_t begin, uintptr_t end, struct rf_entry *entry
 			   &error);
 }
 
-static int remember(const struct rf_entry *entry)
+static int remember(const struct rf_ibv_range *entry)
 {
-	struct rf_engine *engine = &rf_engine;
 	int rc = rf_enter(0);
 
 	if (rc < 0)
 		return rc;
-	engine->ibv_calls++;
-	rc = rf_index_reserve(&engine->ibv_ranges, 1);
+	state.calls++;
+	rc = rf_ibv_ranges_reserve(&state.ranges, 1);
 	if (rc >= 0)
-		rf_index_add(&engine->ibv_ranges, entry);
+		rf_ibv_ranges_add(&state.ranges, entry);
 	rf_leave();
 	return rc;
 }
 
 static int dontfork(uintptr_t begin, size_t nbytes)
 {
-	struct rf_entry entry;
+	struct rf_ibv_range entry;
 	int rc;
 
 	start();
@@ -104,7 +101,7 @@ static int dontfork(uintptr_t begin, size_t nbytes)
 
 /* What is left of a registration when [@start, @end) of it is released. */
 struct rest {
-	struct rf_entry parts[2];
+	struct rf_ibv_range parts[2];
 	unsigned int count;
 };
 
@@ -116,7 +113,7 @@ static void forget_rest(const struct rest *rest)
 		(void)rf_release(rest->parts[i].handle, 0);
 }
 
-static int register_rest(const struct rf_entry *whole, uintptr_t begin, uintptr_t end,
+static int register_rest(const struct rf_ibv_range *whole, uintptr_t begin, uintptr_t end,
 			 struct rest *rest)
 {
 	int rc = 0;
@@ -134,32 +131,32 @@ static int register_rest(const struct rf_entry *whole, uintptr_t begin, uintptr_
 }
 
 /* Put @rest in the place of @whole. -ESTALE: another thread has released that. */
-static int exchange(struct rf_entry *whole, const struct rest *rest)
+static int exchange(struct rf_ibv_range *whole, const struct rest *rest)
 {
-	struct rf_index *index = &rf_engine.ibv_ranges;
-	struct rf_entry *entry;
+	struct rf_ibv_ranges *ranges = &state.ranges;
+	struct rf_ibv_range *entry;
 	unsigned int i;
 	int rc = rf_enter(0);
 
 	if (rc < 0)
 		return rc;
-	rc = rf_index_reserve(index, rest->count);
-	entry = rf_index_find(index, whole->start, whole->end);
+	rc = rf_ibv_ranges_reserve(ranges, rest->count);
+	entry = rf_ibv_ranges_find(ranges, whole->start, whole->end);
 	if (rc >= 0 && !entry)
 		rc = -ESTALE;
 	if (rc >= 0) {
 		/* Whichever has these bytes: they are all the same. */
 		*whole = *entry;
-		rf_index_remove(index, entry);
+		rf_ibv_ranges_remove(ranges, entry);
 		for (i = 0; i < rest->count; i++)
-			rf_index_add(index, &rest->parts[i]);
+			rf_ibv_ranges_add(ranges, &rest->parts[i]);
 	}
 	rf_leave();
 	return rc;
 }
 
 /* 1; 0: @whole is not there any more. */
-static int release_part(struct rf_entry *whole, uintptr_t begin, uintptr_t end)
+static int release_part(struct rf_ibv_range *whole, uintptr_t begin, uintptr_t end)
 {
 	struct rest rest;
 	int rc = register_rest(whole, begin, end, &rest);
@@ -180,25 +177,24 @@ static int release_part(struct rf_entry *whole, uintptr_t begin, uintptr_t end)
  * Is every page of [@begin, @end) registered? The first that touches one is *@found.
  * If not, this is one release too many: no part of it may release what another registered.
  */
-static int find_all(uintptr_t begin, uintptr_t end, size_t page_size, struct rf_entry *found)
+static int find_all(uintptr_t begin, uintptr_t end, size_t page_size, struct rf_ibv_range *found)
 {
-	struct rf_engine *engine = &rf_engine;
 	const size_t mask = page_size - 1;
-	const struct rf_entry *entry;
+	const struct rf_ibv_range *entry;
 	uintptr_t at = begin;
 	int rc = rf_enter(0);
 
 	if (rc < 0)
 		return rc;
 	while (at < end) {
-		entry = rf_index_first(&engine->ibv_ranges, at, end, page_size);
+		entry = rf_ibv_ranges_first(&state.ranges, at, end, page_size);
 		if (!entry || (entry->start & ~mask) > at)
 			break;
 		if (at == begin)
 			*found = *entry;
 		at = (entry->end + mask) & ~mask;
 	}
-	engine->ibv_unbalanced += at < end;
+	state.unbalanced += at < end;
 	rf_leave();
 	return at >= end;
 }
@@ -210,7 +206,7 @@ static int find_all(uintptr_t begin, uintptr_t end, size_t page_size, struct rf_
 static int release_pages(uintptr_t begin, uintptr_t end)
 {
 	const size_t page_size = getauxval(AT_PAGESZ), mask = page_size - 1;
-	struct rf_entry whole = { .end = 0 };
+	struct rf_ibv_range whole = { .end = 0 };
 	int rc;
 
 	begin &= ~mask;
@@ -231,18 +227,17 @@ static int release_pages(uintptr_t begin, uintptr_t end)
 
 static int dofork(uintptr_t begin, size_t nbytes)
 {
-	struct rf_engine *engine = &rf_engine;
-	struct rf_entry *entry;
+	struct rf_ibv_range *entry;
 	struct rf_handle handle;
 	int rc = rf_enter(0);
 
 	if (rc < 0)
 		return rc;
-	engine->ibv_calls++;
-	entry = rf_index_find(&engine->ibv_ranges, begin, begin + nbytes);
+	state.calls++;
+	entry = rf_ibv_ranges_find(&state.ranges, begin, begin + nbytes);
 	if (rf_likely(entry)) {
 		handle = entry->handle;
-		rf_index_remove(&engine->ibv_ranges, entry);
+		rf_ibv_ranges_remove(&state.ranges, entry);
 	}
 	rf_leave();
 	return rf_likely(entry) ? rf_release(handle, 0) : release_pages(begin, begin + nbytes);
@@ -272,12 +267,19 @@ RF_API int ibv_dofork_range(void *base, size_t size)
 	return is_nothing(base, size) ? 0 : done(dofork((uintptr_t)base, size));
 }
 
+static const struct rf_ibv_functions functions = {
+	.dofork_range = ibv_dofork_range,
+	.dontfork_range = ibv_dontfork_range,
+	.fork_init = ibv_fork_init,
+	.is_fork_initialized = ibv_is_fork_initialized,
+};
+
 RF_API int ibv_fork_init(void)
 {
 	struct rf_error error;
 	int rc = rf_fork_init(RF_MODE_AUTO, &error);
 
-	return rc < 0 ? -rc : rf_intercept_forward();
+	return rc < 0 ? -rc : rf_intercept_forward(&functions);
 }
 
 /* UNNEEDED keeps other libraries from what would slow a fork down or make them abort. */
@@ -290,4 +292,36 @@ RF_API int ibv_is_fork_initialized(void)
 	if (kernel.copy_trusted)
 		return UNNEEDED;
 	return rf_mode() == RF_MODE_NONE ? DISABLED : ENABLED;
+}
+
+RF_API int rf_intercept(struct rf_error *error)
+{
+	return rf_intercept_all(&functions, error);
+}
+
+void rf_ibv_serve_all(void)
+{
+	rf_intercept_begin(&functions);
+}
+
+void rf_ibv_clear(bool torn)
+{
+	if (torn)
+		rf_ibv_ranges_abandon(&state.ranges);
+	rf_ibv_ranges_clear(&state.ranges);
+	state.calls = 0;
+	state.unbalanced = 0;
+}
+
+void rf_ibv_add_stats(struct rf_stats *stats)
+{
+	stats->engine_bytes += state.ranges.entries.mapped;
+	stats->ibv_ranges = state.ranges.used;
+	stats->ibv_calls = state.calls;
+	stats->ibv_unbalanced = state.unbalanced;
+}
+
+void rf_ibv_check(void)
+{
+	rf_ibv_ranges_check(&state.ranges);
 }

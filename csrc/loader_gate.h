@@ -5,23 +5,26 @@
  * the loader while another thread forks, and a fork waits for those who are in it. Neither
  * waits for ever: each may hold what the other is waiting for.
  */
-#ifndef RF_LOADER_H
-#define RF_LOADER_H
+#ifndef RF_LOADER_GATE_H
+#define RF_LOADER_GATE_H
 
 #include <stdbool.h>
 
 /* Around calls of the loader. They may be nested. False: another thread forks; do not enter. */
-bool rf_loader_try(void);
-/* The same, but wait for the forks under way, as long as one may take. */
-void rf_loader_enter(void);
-void rf_loader_leave(void);
+bool rf_loader_gate_try(void);
+/*
+ * The same, but wait for the forks under way, as long as one may take. A child has been
+ * noticed: it would wait for its parent's.
+ */
+void rf_loader_gate_enter(void);
+void rf_loader_gate_leave(void);
 
 /* In the prepare handler, with the window open: until no other thread is in the loader. */
-void rf_loader_fork(void);
+void rf_loader_gate_fork(void);
 /* In the parent handler. */
-void rf_loader_forked(void);
+void rf_loader_gate_forked(void);
 
 /* In a child, as it is noticed. */
-void rf_loader_child(void);
+void rf_loader_gate_child(void);
 
 #endif

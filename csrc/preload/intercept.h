@@ -30,8 +30,19 @@
 
 #define RF_LIBRARIES 16
 
+/* Where calls shall arrive: a constant. */
+struct rf_ibv_functions {
+	int (*dofork_range)(void *base, size_t size);
+	int (*dontfork_range)(void *base, size_t size);
+	int (*fork_init)(void);
+	int (*is_fork_initialized)(void);
+};
+
 /* Interception is on from now; in a constructor. */
-void rf_intercept_begin(void);
+void rf_intercept_begin(const struct rf_ibv_functions *ours);
+
+/* rf_intercept() */
+int rf_intercept_all(const struct rf_ibv_functions *ours, struct rf_error *error);
 
 /* Has there been a libibverbs in this process? */
 bool rf_intercept_any(void);
@@ -43,7 +54,7 @@ bool rf_intercept_any(void);
 void rf_intercept_look(bool forking);
 
 /* The same in ibv_fork_init(): ask those not served to protect themselves. 0 or an errno. */
-int rf_intercept_forward(void);
+int rf_intercept_forward(const struct rf_ibv_functions *ours);
 
 /* In a child, as it is noticed. */
 void rf_intercept_child(void);

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #define _GNU_SOURCE /* dl_iterate_phdr() */
 #include "intercept.h"
-#include "engine.h"
-#include "loader.h"
-#include "object.h"
+#include "elf.h"
+#include "fork.h"
+#include "ibv_tree.h"
+#include "loader_gate.h"
 #include "patch.h"
-#include "tracker.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -26,11 +26,6 @@ static const char *const names[NAMES] = {
 	"ibv_is_fork_initialized",
 };
 
-int ibv_dontfork_range(void *base, size_t size);
-int ibv_dofork_range(void *base, size_t size);
-int ibv_fork_init(void);
-int ibv_is_fork_initialized(void);
-
 /* A libibverbs in this process. */
 struct copy {
 	struct rf_library library;
@@ -45,7 +40,7 @@ struct copy {
 
 static struct {
 	struct rf_lock lock;
-	bool on;
+	const struct rf_ibv_functions *ours;	/* NULL: interception is off */
 	bool any;			/* a libibverbs has been seen */
 	bool changing;			/* what follows */
 	bool unfinished;		/* another thread is in dlopen(): look again */
@@ -67,13 +62,13 @@ static uintptr_t ours(size_t name)
 {
 	switch (name) {
 	case NAME_DOFORK:
-		return (uintptr_t)ibv_dofork_range;
+		return (uintptr_t)state.ours->dofork_range;
 	case NAME_DONTFORK:
-		return (uintptr_t)ibv_dontfork_range;
+		return (uintptr_t)state.ours->dontfork_range;
 	case NAME_FORK_INIT:
-		return (uintptr_t)ibv_fork_init;
+		return (uintptr_t)state.ours->fork_init;
 	default:
-		return (uintptr_t)ibv_is_fork_initialized;
+		return (uintptr_t)state.ours->is_fork_initialized;
 	}
 }
 
@@ -91,7 +86,7 @@ static size_t which(const char *name)
 
 /* ---- Which there are ---- */
 
-static struct copy *add_copy(const struct rf_object *object)
+static struct copy *add_copy(const struct rf_elf *object)
 {
 	struct copy *copy;
 	size_t i;
@@ -111,20 +106,20 @@ static struct copy *add_copy(const struct rf_object *object)
 	snprintf(copy->library.path, sizeof(copy->library.path), "%s", object->name);
 	snprintf(copy->soname, sizeof(copy->soname), "%s", object->soname);
 	for (i = 0; i < NAMES; i++)
-		copy->entries[i] = rf_object_find(object, names[i]);
+		copy->entries[i] = rf_elf_find(object, names[i]);
 	return copy;
 }
 
 /* False too of what holds an engine, this one or another: its calls stay its own. */
-static bool read_foreign(struct rf_object *object, const struct dl_phdr_info *info)
+static bool read_foreign(struct rf_elf *object, const struct dl_phdr_info *info)
 {
-	return rf_object_read(object, info) && !rf_object_find(object, "rf_abi");
+	return rf_elf_read(object, info) && !rf_elf_find(object, "rf_abi");
 }
 
 /* If not it is left alone, and looked at again. */
-static bool is_relocated(const struct rf_object *object)
+static bool is_relocated(const struct rf_elf *object)
 {
-	bool relocated = rf_object_is_relocated(object);
+	bool relocated = rf_elf_is_relocated(object);
 
 	state.unfinished |= !relocated;
 	return relocated;
@@ -132,14 +127,14 @@ static bool is_relocated(const struct rf_object *object)
 
 static int find_copy(struct dl_phdr_info *info, size_t size, void *unused)
 {
-	struct rf_object object;
+	struct rf_elf object;
 	const char *name = NULL;
 	struct copy *copy;
 	uintptr_t *slot;
 	size_t i, at = 0;
 
 	(void)size, (void)unused;
-	if (!read_foreign(&object, info) || !rf_object_find(&object, names[NAME_DONTFORK]) ||
+	if (!read_foreign(&object, info) || !rf_elf_find(&object, names[NAME_DONTFORK]) ||
 	    !is_relocated(&object))
 		return 0;
 	copy = add_copy(&object);
@@ -149,7 +144,7 @@ static int find_copy(struct dl_phdr_info *info, size_t size, void *unused)
 	if (copy->settled)
 		return 0;
 	copy->elsewhere = false;
-	while ((slot = rf_object_next_slot(&object, &at, &name))) {
+	while ((slot = rf_elf_next_slot(&object, &at, &name))) {
 		i = which(name);
 		if (i >= RANGE_NAMES)
 			continue;
@@ -186,8 +181,8 @@ static int tracks_itself(const struct copy *copy, bool forking)
 	if (copy->through_slots[NAME_DOFORK] && copy->through_slots[NAME_DONTFORK] &&
 	    !copy->elsewhere)
 		return 0;
-	return rf_tracker_is_used(copy->entries[NAME_DONTFORK], copy->entries[NAME_STATUS],
-				  forking);
+	return rf_ibv_tree_is_used(copy->entries[NAME_DONTFORK], copy->entries[NAME_STATUS],
+				   forking);
 }
 
 static bool arrives(uintptr_t entry)
@@ -301,7 +296,7 @@ static bool all_are_served(void)
 }
 
 /* A slot that holds @value, of the libibverbs @copy, or, if that is NULL, of another object. */
-static bool may_rewrite(const struct rf_object *object, const struct copy *copy, uintptr_t value)
+static bool may_rewrite(const struct rf_elf *object, const struct copy *copy, uintptr_t value)
 {
 	if (!copy)
 		copy = copy_at(value);
@@ -320,7 +315,7 @@ struct opened {
 	size_t last;	/* of the names whose slots are rewritten now */
 };
 
-static bool is_open(const struct opened *opened, const struct rf_object *object)
+static bool is_open(const struct opened *opened, const struct rf_elf *object)
 {
 	size_t i;
 
@@ -330,29 +325,29 @@ static bool is_open(const struct opened *opened, const struct rf_object *object)
 	return false;
 }
 
-static int open_object(struct opened *opened, const struct rf_object *object)
+static int open_object(struct opened *opened, const struct rf_elf *object)
 {
 	int rc;
 
-	rc = opened->count < OPENED ? rf_object_open(object) : -ENOMEM;
+	rc = opened->count < OPENED ? rf_elf_open(object) : -ENOMEM;
 	if (rc >= 0)
 		opened->starts[opened->count++] = object->start;
 	return rc;
 }
 
 /* The next slot of @object that is to be rewritten, in @copy or where no libibverbs is. */
-static uintptr_t *next_to_rewrite(const struct rf_object *object, const struct opened *opened,
+static uintptr_t *next_to_rewrite(const struct rf_elf *object, const struct opened *opened,
 				  const struct copy *copy, size_t *at, size_t *i)
 {
 	const char *name = NULL;
 	uintptr_t *slot, value;
 
-	while ((slot = rf_object_next_slot(object, at, &name))) {
+	while ((slot = rf_elf_next_slot(object, at, &name))) {
 		*i = which(name);
 		if (*i == NAMES)
 			continue;
 		value = __atomic_load_n(slot, __ATOMIC_RELAXED);
-		if (rf_object_is_raw(object, value)) {
+		if (rf_elf_is_raw(object, value)) {
 			/* Bound to nothing, or not yet. */
 			if (!is_open(opened, object))
 				(void)is_relocated(object);
@@ -368,7 +363,7 @@ static uintptr_t *next_to_rewrite(const struct rf_object *object, const struct o
 static int open_slots(struct dl_phdr_info *info, size_t size, void *data)
 {
 	struct opened *opened = data;
-	struct rf_object object;
+	struct rf_elf object;
 	struct copy *copy, *called;
 	uintptr_t *slot;
 	size_t i, at = 0;
@@ -378,7 +373,7 @@ static int open_slots(struct dl_phdr_info *info, size_t size, void *data)
 		return 0;
 	copy = copy_at(object.start);
 	while ((slot = next_to_rewrite(&object, opened, copy, &at, &i))) {
-		if (!rf_object_is_read_only(&object, slot) || is_open(opened, &object) ||
+		if (!rf_elf_is_read_only(&object, slot) || is_open(opened, &object) ||
 		    !is_relocated(&object) || open_object(opened, &object) >= 0)
 			continue;
 		called = copy ? copy : copy_at(__atomic_load_n(slot, __ATOMIC_RELAXED));
@@ -395,7 +390,7 @@ static int open_slots(struct dl_phdr_info *info, size_t size, void *data)
 static int rewrite_slots(struct dl_phdr_info *info, size_t size, void *data)
 {
 	const struct opened *opened = data;
-	struct rf_object object;
+	struct rf_elf object;
 	struct copy *copy;
 	uintptr_t *slot;
 	size_t i, at = 0;
@@ -406,7 +401,7 @@ static int rewrite_slots(struct dl_phdr_info *info, size_t size, void *data)
 	copy = copy_at(object.start);
 	while ((slot = next_to_rewrite(&object, opened, copy, &at, &i))) {
 		if (i > opened->last ||
-		    (rf_object_is_read_only(&object, slot) && !is_open(opened, &object)))
+		    (rf_elf_is_read_only(&object, slot) && !is_open(opened, &object)))
 			continue;
 		__atomic_store_n(slot, ours(i), __ATOMIC_RELEASE);
 		if (copy && copy->library.how == RF_LIBRARY_OURS && i < RANGE_NAMES)
@@ -417,11 +412,11 @@ static int rewrite_slots(struct dl_phdr_info *info, size_t size, void *data)
 
 static int shut_slots(struct dl_phdr_info *info, size_t size, void *data)
 {
-	struct rf_object object;
+	struct rf_elf object;
 
 	(void)size;
-	if (rf_object_read(&object, info) && is_open(data, &object))
-		(void)rf_object_shut(&object);
+	if (rf_elf_read(&object, info) && is_open(data, &object))
+		(void)rf_elf_shut(&object);
 	return 0;
 }
 
@@ -444,11 +439,11 @@ static int rewrite_all(struct dl_phdr_info *info, size_t size, void *unused)
 static int name_user(struct dl_phdr_info *info, size_t size, void *data)
 {
 	struct copy *copy = data;
-	struct rf_object object;
+	struct rf_elf object;
 
 	(void)size;
-	if (!*copy->soname || !rf_object_read(&object, info) ||
-	    !rf_object_needs(&object, copy->soname))
+	if (!*copy->soname || !rf_elf_read(&object, info) ||
+	    !rf_elf_needs(&object, copy->soname))
 		return 0;
 	snprintf(copy->library.user, sizeof(copy->library.user), "%s",
 		 *object.name ? object.name : "the program");
@@ -526,24 +521,24 @@ static void look_at_all(bool forking)
 /* Unless another thread forks. */
 static void look(bool forking)
 {
-	if (!rf_loader_try())
+	if (!rf_loader_gate_try())
 		return;
 	look_at_all(forking);
-	rf_loader_leave();
+	rf_loader_gate_leave();
 }
 
-static void switch_on(void)
+static void switch_on(const struct rf_ibv_functions *ours)
 {
-	__atomic_store_n(&state.on, true, __ATOMIC_RELAXED);
-	rf_loader_enter();
+	__atomic_store_n(&state.ours, ours, __ATOMIC_RELAXED);
+	rf_loader_gate_enter();
 	look_at_all(false);
-	rf_loader_leave();
+	rf_loader_gate_leave();
 }
 
 void rf_intercept_look(bool forking)
 {
 	/* Whoever has it is looking. */
-	if (!__atomic_load_n(&state.on, __ATOMIC_RELAXED) || !rf_lock_try(&state.lock))
+	if (!__atomic_load_n(&state.ours, __ATOMIC_RELAXED) || !rf_lock_try(&state.lock))
 		return;
 	look(forking);
 	rf_lock_drop(&state.lock);
@@ -558,9 +553,9 @@ static int enter(void)
 	return 0;
 }
 
-void rf_intercept_begin(void)
+void rf_intercept_begin(const struct rf_ibv_functions *ours)
 {
-	__atomic_store_n(&state.on, true, __ATOMIC_RELAXED);
+	__atomic_store_n(&state.ours, ours, __ATOMIC_RELAXED);
 	/* Before its own constructors a libibverbs is asked nothing. */
 	rf_intercept_look(true);
 }
@@ -570,7 +565,7 @@ bool rf_intercept_any(void)
 	return __atomic_load_n(&state.any, __ATOMIC_RELAXED);
 }
 
-int rf_intercept_forward(void)
+int rf_intercept_forward(const struct rf_ibv_functions *ours)
 {
 	uintptr_t entries[RF_LIBRARIES];
 	size_t i, count = 0;
@@ -580,7 +575,7 @@ int rf_intercept_forward(void)
 	/* Called by itself, while it looks: a libibverbs is asked for its status. */
 	if (enter() < 0)
 		return 0;
-	switch_on();
+	switch_on(ours);
 	for (i = 0; i < state.count; i++)
 		if (state.copies[i].library.how == RF_LIBRARY_REFUSED &&
 		    state.copies[i].entries[NAME_FORK_INIT])
@@ -629,7 +624,7 @@ RF_API const char *rf_library_why_text(uint8_t why)
 	}
 }
 
-RF_API int rf_intercept(struct rf_error *error)
+int rf_intercept_all(const struct rf_ibv_functions *ours, struct rf_error *error)
 {
 	int served = 0, rc = enter();
 	size_t i;
@@ -638,7 +633,7 @@ RF_API int rf_intercept(struct rf_error *error)
 	if (rc < 0)
 		return rc;
 	error->cause = RF_CAUSE_NONE;
-	switch_on();
+	switch_on(ours);
 	for (i = 0; i < state.count; i++) {
 		const struct rf_library *library = &state.copies[i].library;
 
@@ -663,7 +658,7 @@ RF_API ssize_t rf_libraries(struct rf_library *out, size_t capacity)
 
 	if (enter() < 0)
 		return -EDEADLK;
-	if (state.on)
+	if (state.ours)
 		look(false);
 	for (i = 0; i < state.count && i < capacity; i++)
 		out[i] = state.copies[i].library;

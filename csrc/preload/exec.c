@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#define _GNU_SOURCE /* secure_getenv() */
+#include "exec.h"
+#include "devices.h"
+#include "exit_report.h"
+#include "engine.h"
+#include "fork_callers.h"
+#include "ibv.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static bool on, keeps_devices;
+
+static bool is_set(const char *name)
+{
+	const char *value = secure_getenv(name);
+
+	return value && *value && strcmp(value, "0") != 0;
+}
+
+void rf_exec_begin(void)
+{
+	struct rf_error error = { .cause = RF_CAUSE_NONE };
+
+	if (!is_set("RDMAFORK_EXEC"))
+		return;
+	on = true;
+	keeps_devices = is_set("RDMAFORK_KEEP_DEVICES");
+	rf_exit_report_begin();
+	if (is_set("RDMAFORK_TRACE_FORKS"))
+		rf_fork_callers_begin();
+	if (rf_fork_init(RF_MODE_AUTO, &error) < 0)
+		rf_exit_report_failure(&error);
+	else
+		rf_ibv_serve_all();
+}
+
+/* Whichever of our constructors runs first: the engine makes itself at its first call. */
+__attribute__((constructor)) static void begin(void)
+{
+	rf_exec_begin();
+}
+
+void rf_exec_child(void)
+{
+	if (on && !keeps_devices && rf_intercept_any())
+		rf_devices_omit(&rf_engine.descriptors);
+}

@@ -1,0 +1,221 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#define _GNU_SOURCE /* secure_getenv() */
+#include "exit_report.h"
+#include "engine.h"
+#include "fork_callers.h"
+#include "intercept.h"
+#include "json.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define STDERR 2
+/* Room for strings of which every byte is escaped. What is not touched costs nothing. */
+#define REPORT_BYTES (2 * (RF_LIBRARIES + RF_FORK_CALLERS) * 6 * RF_JSON_STRING)
+
+static struct {
+	bool on;
+	char path[4096], rank[64], failure[384];
+	uint64_t handler_ns, handler_max_ns;
+	uint64_t absent_bytes, absent_last_bytes;
+} report;
+
+/* ---- As it begins ---- */
+
+static void copy_variable(char *to, size_t nbytes, const char *name)
+{
+	const char *value = secure_getenv(name);
+	size_t length = value ? strlen(value) : 0;
+
+	if (length < nbytes)
+		memcpy(to, value ? value : "", length + 1);
+}
+
+void rf_exit_report_begin(void)
+{
+	report.on = true;
+	copy_variable(report.path, sizeof(report.path), "RDMAFORK_REPORT");
+	copy_variable(report.rank, sizeof(report.rank), "RDMAFORK_RANK");
+}
+
+static const char *describe(const struct rf_error *error)
+{
+	switch (error->cause) {
+	case RF_CAUSE_ENVIRONMENT:
+		return "a variable means nothing";
+	case RF_CAUSE_UNTRUSTED:
+		return "lazy mode is not for this kernel, which does not copy at fork";
+	case RF_CAUSE_KERNEL:
+		return "this kernel has no MADV_DONTFORK";
+	case RF_CAUSE_OTHER_ENGINE:
+		return "another copy of rdmafork runs here";
+	default:
+		return "no memory for its tables";
+	}
+}
+
+/* Told once, where somebody looks: nothing is protected by the engine. */
+void rf_exit_report_failure(const struct rf_error *error)
+{
+	struct rf_json json;
+
+	rf_json_begin(&json, report.failure, sizeof(report.failure) - 1);
+	rf_json_raw(&json, "rdmafork: not started: ");
+	rf_json_raw(&json, describe(error));
+	rf_json_raw(&json, *error->text ? ": " : "");
+	rf_json_raw(&json, error->text);
+	rf_json_raw(&json, "\n");
+	(void)rf_sys_write(STDERR, report.failure, json.used);
+	report.failure[json.used - 1] = '\0';
+}
+
+/* ---- At a fork ---- */
+
+void rf_exit_report_fork(uint64_t began)
+{
+	const struct rf_engine *engine = &rf_engine;
+	uint64_t ns;
+
+	if (rf_likely(!report.on))
+		return;
+	report.absent_last_bytes = engine->advisor.ranges.marked_bytes;
+	report.absent_bytes += report.absent_last_bytes;
+	ns = rf_sys_now() - began;
+	report.handler_ns += ns;
+	report.handler_max_ns = ns > report.handler_max_ns ? ns : report.handler_max_ns;
+	rf_fork_callers_count();
+}
+
+void rf_exit_report_clear(void)
+{
+	report.handler_ns = 0;
+	report.handler_max_ns = 0;
+	report.absent_bytes = 0;
+	report.absent_last_bytes = 0;
+	rf_fork_callers_clear();
+}
+
+/* ---- As it ends ---- */
+
+static void put_process(struct rf_json *json)
+{
+	char host[65];
+
+	rf_sys_host(host, sizeof(host));
+	rf_json_number(json, "rdmafork", RF_ABI);
+	rf_json_number(json, "pid", (uint64_t)rf_sys_pid());
+	rf_json_number(json, "ppid", (uint64_t)rf_sys_ppid());
+	rf_json_string(json, "host", host);
+	rf_json_string(json, "rank", *report.rank ? report.rank : NULL);
+	rf_json_string(json, "program", program_invocation_name);
+}
+
+static void put_kernel(struct rf_json *json)
+{
+	struct rf_kernel kernel;
+
+	rf_kernel_info(&kernel);
+	rf_json_open(json, "kernel", '{');
+	rf_json_string(json, "release", kernel.release);
+	rf_json_number(json, "copy_on_fork", kernel.copy_on_fork);
+	rf_json_number(json, "copy_trusted", kernel.copy_trusted);
+	rf_json_close(json, '}');
+}
+
+/* False in a signal handler that has interrupted the engine, and calls exit(): most are 0. */
+static bool put_numbers(struct rf_json *json)
+{
+	const struct rf_registry *registry = &rf_engine.registry;
+	struct rf_stats stats = { 0 };
+	bool known = rf_stats(&stats) >= 0;
+
+	rf_json_open(json, "registrations", '{');
+	rf_json_number(json, "total", registry->last_serial - registry->inherited);
+	rf_json_number(json, "live", stats.registrations);
+	rf_json_close(json, '}');
+	rf_json_open(json, "ranges", '{');
+	rf_json_number(json, "calls", stats.ibv_calls);
+	rf_json_number(json, "live", stats.ibv_ranges);
+	rf_json_close(json, '}');
+	rf_json_number(json, "forks", stats.forks);
+	rf_json_open(json, "handler_ns", '{');
+	rf_json_number(json, "total", report.handler_ns);
+	rf_json_number(json, "max", report.handler_max_ns);
+	rf_json_close(json, '}');
+	rf_json_open(json, "absent_bytes", '{');
+	rf_json_number(json, "total", report.absent_bytes);
+	rf_json_number(json, "last", report.absent_last_bytes);
+	rf_json_close(json, '}');
+	rf_json_number(json, "left_bytes", stats.left_bytes);
+	rf_json_number(json, "unbalanced", stats.ibv_unbalanced);
+	return known;
+}
+
+static void put_libraries(struct rf_json *json)
+{
+	static struct rf_library libraries[RF_LIBRARIES];
+	ssize_t i, count = rf_libraries(libraries, RF_LIBRARIES);
+
+	rf_json_open(json, "libraries", '[');
+	for (i = 0; i < count; i++) {
+		rf_json_open(json, NULL, '{');
+		rf_json_string(json, "path", libraries[i].path);
+		rf_json_string(json, "how", rf_library_how_name(libraries[i].how));
+		rf_json_string(json, "why", rf_library_why_text(libraries[i].why));
+		rf_json_close(json, '}');
+	}
+	rf_json_close(json, ']');
+}
+
+static void put_line(struct rf_json *json)
+{
+	static const char *const modes[] = { NULL, NULL, "lazy", "eager" };
+	bool known;
+
+	rf_json_open(json, NULL, '{');
+	put_process(json);
+	rf_json_string(json, "mode", modes[rf_mode()]);
+	put_kernel(json);
+	known = put_numbers(json);
+	put_libraries(json);
+	rf_json_open(json, "errors", '[');
+	if (*report.failure)
+		rf_json_string(json, NULL, report.failure);
+	if (!known)
+		rf_json_string(json, NULL, "rdmafork: ended inside the engine: not all is counted");
+	rf_json_close(json, ']');
+	rf_fork_callers_put(json, "fork_callers");
+	rf_json_close(json, '}');
+	rf_json_raw(json, "\n");
+}
+
+/* A link may be anybody's in a directory that is everybody's; not so /dev/stderr or /dev/fd/7. */
+static int open_report(void)
+{
+	const bool is_stream = !strncmp(report.path, "/dev/std", 8) ||
+			       !strncmp(report.path, "/dev/fd/", 8) ||
+			       !strncmp(report.path, "/proc/", 6);
+
+	return rf_sys_open(report.path, is_stream ? RF_APPEND : RF_CREATE);
+}
+
+__attribute__((destructor)) static void write_line(void)
+{
+	struct rf_json json;
+	void *memory;
+	int fd = STDERR;
+
+	if (!*report.path || rf_sys_map(REPORT_BYTES, &memory) < 0)
+		return;
+	rf_json_begin(&json, memory, REPORT_BYTES);
+	put_line(&json);
+	if (strcmp(report.path, "-") != 0)
+		fd = open_report();
+	/* One call: lines of many processes do not mix. */
+	if (fd >= 0 && !json.full)
+		(void)rf_sys_write(fd, memory, json.used);
+	if (fd > STDERR)
+		rf_sys_close(fd);
+	rf_sys_unmap(memory, REPORT_BYTES);
+}

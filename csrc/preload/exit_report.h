@@ -1,0 +1,29 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * The one line of JSON that a program under "rdmafork exec" writes at exit: what it is, what
+ * was registered, how its forks went, which libibverbs it had and how each was served.
+ *
+ *	RDMAFORK_REPORT=PATH		where the line is appended; - is stderr
+ *	RDMAFORK_RANK=TEXT		of the process, for the line
+ *
+ * _exit() writes no line: it is how children of vfork() end, in their parent's memory,
+ * and handlers of fatal signals, with any lock held.
+ */
+#ifndef RF_EXIT_REPORT_H
+#define RF_EXIT_REPORT_H
+
+#include "rdmafork.h"
+
+#include <stdbool.h>
+
+/* In a constructor: from now on forks are counted, and at exit the line is written. */
+void rf_exit_report_begin(void);
+
+/* The engine was not started: say so at once, on stderr, and in the line. */
+void rf_exit_report_failure(const struct rf_error *error);
+
+/* Hooks: a fork has been prepared, by a handler that began at @began; this is a child. */
+void rf_exit_report_fork(uint64_t began);
+void rf_exit_report_clear(void);
+
+#endif

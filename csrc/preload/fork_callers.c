@@ -1,0 +1,129 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#define _GNU_SOURCE /* dladdr() */
+#include "fork_callers.h"
+#include "elf.h"
+
+#include <dlfcn.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef __GLIBC__
+#include <execinfo.h>
+#else
+/* musl has none: that somebody forked is told there, and not who. */
+static int backtrace(void **frames, int size)
+{
+	(void)frames, (void)size;
+	return 0;
+}
+#endif
+
+#define CALLERS RF_FORK_CALLERS
+#define FRAMES 16
+#define OBJECTS 2	/* this library and libc */
+
+struct caller {
+	uintptr_t address;
+	uint64_t count;
+};
+
+static struct {
+	bool on;
+	struct caller callers[CALLERS];
+	struct {
+		uintptr_t start, end;
+	} within[OBJECTS];
+	size_t within_count;
+} state;
+
+static int note_object(struct dl_phdr_info *info, size_t size, void *unused)
+{
+	const uintptr_t here = (uintptr_t)note_object, libc = (uintptr_t)abort;
+	struct rf_elf object;
+
+	(void)size, (void)unused;
+	if (!rf_elf_read(&object, info) || state.within_count == OBJECTS)
+		return 0;
+	if ((object.start <= here && here < object.end) ||
+	    (object.start <= libc && libc < object.end)) {
+		state.within[state.within_count].start = object.start;
+		state.within[state.within_count++].end = object.end;
+	}
+	return 0;
+}
+
+void rf_fork_callers_begin(void)
+{
+	void *frame;
+
+	dl_iterate_phdr(note_object, NULL);
+	(void)backtrace(&frame, 1);
+	state.on = true;
+}
+
+static bool is_within(uintptr_t address)
+{
+	size_t i;
+
+	for (i = 0; i < state.within_count; i++)
+		if (state.within[i].start <= address && address < state.within[i].end)
+			return true;
+	return false;
+}
+
+static void count_caller(uintptr_t address)
+{
+	size_t i;
+
+	for (i = 0; i < CALLERS; i++) {
+		struct caller *caller = &state.callers[i];
+
+		if (caller->address && caller->address != address)
+			continue;
+		caller->address = address;
+		caller->count++;
+		return;
+	}
+}
+
+/* Whoever called into libc, where fork(), or daemon(), calls the handler here. */
+void rf_fork_callers_count(void)
+{
+	void *frames[FRAMES];
+	int i, count;
+
+	if (!state.on)
+		return;
+	count = backtrace(frames, FRAMES);
+	for (i = 1; i < count; i++) {
+		if (is_within((uintptr_t)frames[i]))
+			continue;
+		count_caller((uintptr_t)frames[i]);
+		return;
+	}
+}
+
+void rf_fork_callers_clear(void)
+{
+	memset(state.callers, 0, sizeof(state.callers));
+}
+
+void rf_fork_callers_put(struct rf_json *json, const char *name)
+{
+	size_t i;
+
+	rf_json_open(json, name, '[');
+	for (i = 0; i < CALLERS && state.callers[i].count; i++) {
+		const struct caller *caller = &state.callers[i];
+		Dl_info where = { .dli_fname = NULL };
+
+		(void)dladdr((void *)(caller->address - 1), &where);
+		rf_json_open(json, NULL, '{');
+		rf_json_string(json, "symbol", where.dli_sname);
+		rf_json_string(json, "object", where.dli_fname);
+		rf_json_number(json, "count", caller->count);
+		rf_json_close(json, '}');
+	}
+	rf_json_close(json, ']');
+}

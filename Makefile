@@ -400,6 +400,7 @@ lint: lint-c	## every static check; changes nothing
 			$$cc -std=gnu11 -O2 -Icsrc -Wall -Wextra -Wshadow -Werror -fPIC -pthread \
 				$$flags -c $$file -o /dev/null || exit 1; \
 		done; done; echo "$$cc -Wall -Wextra -Wshadow -Werror"; fi; done
+	@$(BIN)/python tests/layers.py
 	$(BIN)/mypy
 	@mkdir -p build/readme
 	@awk '/^```python/ { file = "build/readme/example" ++n ".py"; next } /^```/ { file = "" } \

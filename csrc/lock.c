@@ -5,6 +5,7 @@
 
 #define SPINS 64
 #define WHILE_NS 100000000
+#define REFUSED_NS 1000000
 
 /* The futex is the half of the word that holds the waiters' bit. */
 static const uint32_t *futex_of(const struct rf_lock *lock)
@@ -17,7 +18,7 @@ static const uint32_t *futex_of(const struct rf_lock *lock)
 bool rf_lock_wait(struct rf_lock *lock)
 {
 	uint64_t word;
-	int spins;
+	int rc, spins;
 
 	for (spins = 0; spins < SPINS; spins++) {
 		if (!__atomic_load_n(&lock->word, __ATOMIC_RELAXED) && rf_lock_try(lock))
@@ -38,9 +39,15 @@ bool rf_lock_wait(struct rf_lock *lock)
 		    !__atomic_compare_exchange_n(&lock->word, &word, word | RF_LOCK_WAITERS, false,
 						 __ATOMIC_RELAXED, __ATOMIC_RELAXED))
 			continue;
-		if (rf_sys_futex_wait(futex_of(lock), (uint32_t)(word | RF_LOCK_WAITERS),
-				      WHILE_NS) == -ETIMEDOUT)
-			return false;
+		rc = rf_sys_futex_wait(futex_of(lock), (uint32_t)(word | RF_LOCK_WAITERS),
+				       WHILE_NS);
+		if (rc >= 0 || rc == -EAGAIN)
+			continue;
+		/* A seccomp filter refuses it: then a short sleep, of which nobody is woken. */
+		if (rc != -ETIMEDOUT && rc != -EINTR)
+			rf_sys_sleep(REFUSED_NS);
+		/* Signals, too, may come before each wait is over, and would make it endless. */
+		return false;
 	}
 }
 

@@ -50,8 +50,9 @@ static inline bool rf_lock_try(struct rf_lock *lock)
 }
 
 /*
- * Take it, or wait for a while. The caller has seen that rf_lock_try() fails and that the
- * lock is not its own. False: not taken; see whether this is a child by now, and call again.
+ * Take it, or wait for a while, a shorter one if a signal comes or futexes are refused. The
+ * caller has seen that rf_lock_try() fails and that the lock is not its own. False: not
+ * taken; see whether this is a child by now, and call again.
  * A raw clone()'s child that goes on from here would wait for a thread that it does not have.
  */
 bool rf_lock_wait(struct rf_lock *lock);

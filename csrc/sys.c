@@ -428,6 +428,16 @@ int rf_sys_futex_wake(const uint32_t *word)
 	return rc;
 }
 
+void rf_sys_sleep(long ns)
+{
+	const struct timespec time = { .tv_nsec = ns };
+	int rc;
+
+	/* Libc's nanosleep() is a point of cancellation. */
+	KERNEL(rc, (int)syscall(SYS_clock_nanosleep, CLOCK_MONOTONIC, 0, &time, NULL));
+	(void)rc;
+}
+
 /* rdma/rdma_netlink.h: old headers lack the attribute. */
 #define NETLINK_RDMA_PROTOCOL 20
 #define NLDEV_CLIENT 5

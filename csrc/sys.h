@@ -109,6 +109,7 @@ uint64_t rf_sys_now(void);
 /* -ETIMEDOUT after @ns nanoseconds, less than a second. */
 int rf_sys_futex_wait(const uint32_t *word, uint32_t expected, long ns);
 int rf_sys_futex_wake(const uint32_t *word);
+void rf_sys_sleep(long ns);
 
 /* RDMA_NLDEV_SYS_ATTR_COPY_ON_FORK: 0 or 1, negative when the kernel does not say. */
 int rf_sys_rdma_copy_on_fork(void);

@@ -6,8 +6,13 @@
 #include "window.h"
 
 #include <dlfcn.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stddef.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/time.h>
 
 static bool stop;
@@ -234,6 +239,91 @@ static void a_fork_waits_for_the_engine_but_not_for_ever(void)
 	CHECK(rf_stats(&stats) == 0 && stats.forks_unprepared == 2 && !rf_window.forks);
 	check_release(mine);
 	check_works();
+}
+
+/* ---- A fork that cannot sleep ---- */
+
+static pthread_t forker;
+static bool forked;
+
+/* Of this thread, and of no other. */
+static void refuse_futexes(int error)
+{
+	struct sock_filter filters[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_futex, 0, 1),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (unsigned int)error),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+	};
+	const struct sock_fprog program = { COUNT_OF(filters), filters };
+
+	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) ||
+	    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
+		check_skip("no seccomp filter: %s", strerror(errno));
+}
+
+static void ignore(int number)
+{
+	(void)number;
+}
+
+/* Before a tenth of a second is over, always. */
+static void *signal_the_forker(void *unused)
+{
+	while (!__atomic_load_n(&forked, __ATOMIC_SEQ_CST)) {
+		CHECK(!pthread_kill(forker, SIGUSR1));
+		usleep(5000);
+	}
+	return unused;
+}
+
+/* The main thread forks, and has no end of patience if the engine's lock has none. */
+static void fork_while_the_engine_is_held(int error)
+{
+	struct sigaction action = { .sa_handler = ignore, .sa_flags = SA_RESTART };
+	pthread_t holder, signaller;
+	struct rf_stats stats;
+	pid_t child;
+
+	if (CHECK_TSAN)
+		check_skip("ThreadSanitizer waits by futex itself");
+	check_start(check_best_mode());
+	rf_window.patience = 1;
+	forker = pthread_self();
+	sigaction(SIGUSR1, &action, NULL);
+	CHECK(!pthread_create(&holder, NULL, hold_the_engine, NULL));
+	await(&holding);
+	if (!error)
+		CHECK(!pthread_create(&signaller, NULL, signal_the_forker, NULL));
+	else
+		refuse_futexes(error);
+	check_alarm(20);
+	child = fork();
+	if (!child)
+		_exit(0);
+	set(&forked);
+	CHECK(check_wait(child) == 0);
+	set(&let_go);
+	while (rf_stats(&stats) < 0)
+		usleep(1000);
+	CHECK(stats.forks_unprepared == 1, "%lu", (unsigned long)stats.forks_unprepared);
+	_exit(0);
+}
+
+/* As a sandbox does that has forgotten it, and one that knows no such call. */
+static void a_fork_that_may_not_sleep_has_its_patience_too(void)
+{
+	fork_while_the_engine_is_held(EPERM);
+}
+
+static void a_fork_that_has_no_futex_has_its_patience_too(void)
+{
+	fork_while_the_engine_is_held(ENOSYS);
+}
+
+static void a_fork_that_is_always_woken_has_its_patience_too(void)
+{
+	fork_while_the_engine_is_held(0);
 }
 
 static bool came_back;
@@ -491,6 +581,9 @@ int main(int argc, char **argv)
 		SCENARIO(threads_fork_and_register_eagerly),
 		SCENARIO(a_raw_child_waits_for_no_thread_of_its_parent),
 		SCENARIO(a_fork_waits_for_the_engine_but_not_for_ever),
+		SCENARIO(a_fork_that_may_not_sleep_has_its_patience_too),
+		SCENARIO(a_fork_that_has_no_futex_has_its_patience_too),
+		SCENARIO(a_fork_that_is_always_woken_has_its_patience_too),
 		SCENARIO(a_cancelled_thread_does_not_take_the_lock_along),
 		SCENARIO(a_thread_forks_as_it_ends),
 		SCENARIO(a_child_may_start_whatever_its_parent_was_starting),

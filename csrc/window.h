@@ -17,7 +17,8 @@ struct rf_window {
 	unsigned int patience;	/* seconds a fork waits, and others wait for one */
 };
 
-extern struct rf_window rf_window;
+/* Hidden: each registration reads it, and needs no look at where it is. */
+extern struct rf_window rf_window __attribute__((visibility("hidden")));
 
 static inline bool rf_window_is_open(void)
 {

@@ -112,19 +112,6 @@ static bool probe_process_madvise(void)
 	return works;
 }
 
-bool rf_kernel_has_dontfork(void)
-{
-	size_t page = getauxval(AT_PAGESZ);
-	void *memory;
-	int rc;
-
-	if (rf_sys_map(page, &memory) < 0)
-		return true;
-	rc = rf_sys_madvise((uintptr_t)memory, page, MADV_DONTFORK);
-	rf_sys_unmap(memory, page);
-	return rc != -EINVAL;
-}
-
 static void read_kernel(struct rf_kernel *kernel)
 {
 	unsigned int version;

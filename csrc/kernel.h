@@ -19,9 +19,6 @@
 /* Read at the first call that can read it all. The engine's lock is held. */
 const struct rf_kernel *rf_kernel(void);
 
-/* Does madvise() know MADV_DONTFORK? Asked of the kernel at each call. */
-bool rf_kernel_has_dontfork(void);
-
 /* Log2 of the smallest huge page, 0 if there are none. */
 static inline unsigned int rf_kernel_huge_shift(const struct rf_kernel *kernel)
 {

@@ -35,10 +35,10 @@ extern "C" {
 
 /*
  * Changes when a caller compiled against an older header would misbehave. The symbols
- * carry it as their version (RDMAFORK_3): glibc's loader refuses what was linked with
+ * carry it as their version (RDMAFORK_4): glibc's loader refuses what was linked with
  * another. musl's does not look: compare rf_abi().
  */
-#define RF_ABI 3
+#define RF_ABI 4
 
 enum rf_mode {
 	RF_MODE_NONE = 0,	/* rf_fork_init() has not been called */
@@ -82,7 +82,6 @@ enum rf_cause {
 	RF_CAUSE_MODE,		/* EINVAL: the engine runs with another mode already */
 	RF_CAUSE_ENVIRONMENT,	/* EINVAL: a variable holds a value that means nothing */
 	RF_CAUSE_UNTRUSTED,	/* ENOTSUP: lazy, where the kernel does not copy at fork */
-	RF_CAUSE_KERNEL,	/* ENOSYS: no MADV_DONTFORK */
 	RF_CAUSE_OTHER_ENGINE,	/* EEXIST: another copy of librdmafork runs in this process */
 	RF_CAUSE_WIPE,		/* EINVAL: [start, end) cannot be wiped: a file's, huge pages */
 	/* No error: registered, but a child lacks other memory on the page [start, end). */
@@ -114,7 +113,7 @@ RF_API int rf_abi(void);
  * Start protecting registered memory. A second call with the same mode, or with
  * RF_MODE_AUTO, does nothing. @mode: RF_MODE_AUTO, RF_MODE_LAZY or RF_MODE_EAGER. A
  * forked child inherits the mode and may choose another before it registers.
- * -EINVAL (LATE, MODE, ENVIRONMENT), -ENOTSUP, -ENOSYS, -ENOMEM, -EEXIST.
+ * -EINVAL (LATE, MODE, ENVIRONMENT), -ENOTSUP, -ENOMEM, -EEXIST.
  */
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error);
 

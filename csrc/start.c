@@ -109,10 +109,6 @@ static int refuse_second_engine(struct rf_error *error)
 
 static int refuse_kernel(const struct rf_kernel *kernel, enum rf_mode mode, struct rf_error *error)
 {
-	if (!rf_kernel_has_dontfork()) {
-		error->cause = RF_CAUSE_KERNEL;
-		return -ENOSYS;
-	}
 	if (mode == RF_MODE_LAZY && !kernel->copy_on_fork) {
 		error->cause = RF_CAUSE_UNTRUSTED;
 		return -ENOTSUP;

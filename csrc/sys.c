@@ -156,7 +156,7 @@ int rf_sys_unmap(void *start, size_t nbytes)
 	return rc;
 }
 
-#ifndef MAP_FIXED_NOREPLACE /* Linux 4.17; older kernels take it for a hint */
+#ifndef MAP_FIXED_NOREPLACE /* Linux 4.17 */
 #define MAP_FIXED_NOREPLACE 0x100000
 #endif
 
@@ -169,13 +169,7 @@ int rf_sys_map_at(uintptr_t start, size_t nbytes, int access)
 
 	RETURN_IF_INJECTED();
 	KERNEL(rc, (intptr_t)mmap((void *)start, nbytes, protection, flags, -1, 0));
-	rc = mapped_at(rc, &memory);
-	if (rc < 0)
-		return (int)rc;
-	if ((uintptr_t)memory == start)
-		return 0;
-	munmap(memory, nbytes);
-	return -EEXIST;
+	return mapped_at(rc, &memory);
 }
 
 ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count)

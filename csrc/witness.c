@@ -72,8 +72,6 @@ static const char *describe(const struct rf_error *error)
 		return "a variable means nothing";
 	case RF_CAUSE_UNTRUSTED:
 		return "lazy mode is not for this kernel, which does not copy at fork";
-	case RF_CAUSE_KERNEL:
-		return "this kernel has no MADV_DONTFORK";
 	case RF_CAUSE_OTHER_ENGINE:
 		return "another copy of rdmafork runs here";
 	default:

@@ -506,8 +506,8 @@ def fork_init(mode="auto", *, intercept=False):
     if it is closed by now, or another mode is in force; ENOTSUP lazy on a kernel
     that does not copy; ENOTSUP with intercept: the calls of a libibverbs cannot be
     taken over, so its own fork support stays in force; rdmafork runs all the same and
-    serves the others; ENOSYS no MADV_DONTFORK; EEXIST a second copy of rdmafork
-    runs in this process; ENOMEM.
+    serves the others; EEXIST a second copy of rdmafork runs in this
+    process; ENOMEM.
 
     Source: ibv_fork_init(3).
     """
@@ -710,8 +710,6 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
         text = (
             f"lazy mode relies on a kernel that copies pinned pages at fork, and "
             f"{kernel_info().release} does not; use eager")
-    elif cause == RF_CAUSE_KERNEL:
-        text = "this kernel has no madvise(MADV_DONTFORK), which rdmafork needs (Linux 2.6.17)"
     elif cause == RF_CAUSE_OTHER_ENGINE:
         text = (
             f"another copy of rdmafork runs in this process, "

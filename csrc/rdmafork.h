@@ -272,16 +272,18 @@ RF_API int rf_stats(struct rf_stats *stats);
 enum rf_how {
 	RF_HOW_VERSION = 0,	/* from the kernel's version */
 	RF_HOW_NETLINK = 1,	/* the kernel says so over RDMA netlink */
+	RF_HOW_PROBE = 2,	/* from what it does with a page: as 5.19, or not */
 };
 
 struct rf_kernel {
 	char release[65];
 	uint8_t copy_on_fork;		/* pinned pages are copied at fork() */
 	uint8_t copy_how;		/* enum rf_how */
-	uint8_t copy_trusted;		/* and no race loses them: 5.19 and later */
+	uint8_t copy_trusted;		/* and no race loses them: 5.19 and later, some before */
 	uint8_t procmap_query;
 	uint8_t process_madvise;	/* works for MADV_DONTFORK on this process */
 	uint8_t huge_shifts[8];		/* log2 of the huge page sizes, 0 ends */
+	uint8_t trust_how;		/* enum rf_how: of copy_trusted */
 	uint32_t page_size;
 	uint32_t max_map_count;
 };

@@ -70,6 +70,10 @@ int rf_sys_map_at(uintptr_t start, size_t nbytes, int access);
 ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count);
 
 int rf_sys_open(const char *path, int access);
+/* A pipe that blocks nobody: @fds[0] reads what @fds[1] was given. */
+int rf_sys_pipe(int fds[2]);
+/* vmsplice(): the pipe @fd refers to the page of @nbytes there, and holds no copy of them. */
+int rf_sys_splice_page(int fd, const void *memory, size_t nbytes);
 ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes);
 /* Without the signals that some failures raise. */
 ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes);
@@ -99,6 +103,12 @@ void rf_sys_release(char *release, size_t nbytes);
 
 /* The name of this machine, "" if it fails. */
 void rf_sys_host(char *host, size_t nbytes);
+
+/*
+ * Make a child that exits at once, and wait for it. Nobody learns of it: no fork handler, no
+ * signal handler and no exit handler runs, and the program gets no SIGCHLD.
+ */
+int rf_sys_fork_briefly(void);
 
 pid_t rf_sys_pid(void);
 pid_t rf_sys_ppid(void);

@@ -136,6 +136,7 @@ cdef extern from "rdmafork.h" nogil:
     enum rf_how:
         RF_HOW_VERSION
         RF_HOW_NETLINK
+        RF_HOW_PROBE
 
     struct rf_kernel:
         char release[65]
@@ -145,6 +146,7 @@ cdef extern from "rdmafork.h" nogil:
         uint8_t procmap_query
         uint8_t process_madvise
         uint8_t huge_shifts[8]
+        uint8_t trust_how
         uint32_t page_size
         uint32_t max_map_count
 

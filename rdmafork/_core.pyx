@@ -67,7 +67,7 @@ cdef dict MODES = {"auto": RF_MODE_AUTO, "lazy": RF_MODE_LAZY, "eager": RF_MODE_
 cdef dict MODE_NAMES = {RF_MODE_LAZY: "lazy", RF_MODE_EAGER: "eager"}
 cdef tuple POLICY_NAMES = ("omit", "wipe", "keep")
 cdef tuple PROTECTION_NAMES = (None, "advice", "kernel", "pending", "shared")
-cdef tuple HOW_NAMES = ("version", "netlink")
+cdef tuple HOW_NAMES = ("version", "netlink", "probe")
 cdef tuple FATES = ("is absent", "was wiped", "is a copy")
 cdef str OMIT = "omit"
 
@@ -645,7 +645,7 @@ def kernel_info():
         copy_on_fork=bool(kernel.copy_on_fork),
         copy_on_fork_from=HOW_NAMES[kernel.copy_how],
         copy_on_fork_trusted=bool(kernel.copy_trusted),
-        copy_on_fork_trusted_from="version",
+        copy_on_fork_trusted_from=HOW_NAMES[kernel.trust_how],
         page_size=kernel.page_size,
         huge_page_sizes=tuple([1 << shift for shift in kernel.huge_shifts[:8] if shift]),
         procmap_query=bool(kernel.procmap_query),

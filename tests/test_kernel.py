@@ -62,10 +62,13 @@ def test_max_map_count():
 
 def test_copying_and_trust_follow_the_version():
     assert INFO.copy_on_fork_from in ("netlink", "version")
-    assert INFO.copy_on_fork_trusted_from == "version"
     if INFO.copy_on_fork_from == "version":
         assert INFO.copy_on_fork == (VERSION >= (5, 12))
-    assert INFO.copy_on_fork_trusted == (INFO.copy_on_fork and VERSION >= (5, 19))
+    if INFO.copy_on_fork_trusted_from == "probe":
+        assert INFO.copy_on_fork_from == "netlink" and (5, 12) <= VERSION < (5, 19)
+    else:
+        assert INFO.copy_on_fork_trusted_from == ("version" if INFO.copy_on_fork else INFO[2])
+        assert INFO.copy_on_fork_trusted == (INFO.copy_on_fork and VERSION >= (5, 19))
 
 
 def netlink_answer():

@@ -17,11 +17,10 @@ void rf_advisor_init(struct rf_advisor *advisor, enum rf_policy policy,
 	rf_ranges_init(&advisor->gaps);
 }
 
-void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel, bool whole,
-		      bool contested)
+void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel, bool contested)
 {
 	advisor->kernel = kernel;
-	advisor->whole = whole || !kernel->copy_trusted;
+	advisor->whole = !kernel->copy_trusted;
 	advisor->required = advisor->policy == RF_WIPE || !kernel->copy_trusted;
 	advisor->contested = contested || !kernel->copy_trusted;
 	advisor->vma_budget = kernel->max_map_count / 2;

@@ -68,12 +68,10 @@ void rf_advisor_init(struct rf_advisor *advisor, enum rf_policy policy,
 		     const struct rf_advisor *beside, struct rf_edges *edges);
 
 /*
- * Nothing is counted yet. @whole: mark whole pages even where copying is trusted.
- * @contested: somebody else in the process advises the same pages. Where copying is
- * not trusted that is assumed, as a mark that is gone is data that is lost.
+ * Nothing is counted yet. @contested: somebody else in the process advises the same pages.
+ * Where copying is not trusted that is assumed, as a mark that is gone is data that is lost.
  */
-void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel, bool whole,
-		      bool contested);
+void rf_advisor_start(struct rf_advisor *advisor, const struct rf_kernel *kernel, bool contested);
 
 /* Forget everything and keep the memory, for a child that inherits it. */
 void rf_advisor_clear(struct rf_advisor *advisor);

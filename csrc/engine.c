@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "engine.h"
 #include "intercept.h"
-#include "kernel.h"
 #include "loader.h"
 #include "witness.h"
 
@@ -130,13 +129,4 @@ RF_API uint64_t rf_forks(void)
 	/* In this order: prepare opens the window, then counts. */
 	begun = __atomic_load_n(&rf_engine.begun, __ATOMIC_SEQ_CST);
 	return __atomic_load_n(&rf_engine.window, __ATOMIC_SEQ_CST) ? 0 : begun + 1;
-}
-
-RF_API void rf_kernel_info(struct rf_kernel *kernel)
-{
-	int entered = rf_enter(0);
-
-	*kernel = *rf_kernel();
-	if (entered == 0)
-		rf_leave();
 }

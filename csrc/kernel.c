@@ -214,18 +214,23 @@ static void read_abilities(struct rf_kernel *kernel)
 	read_huge_shifts(kernel);
 }
 
+/* @found: the trust as it was judged. @kernel has the one in force. */
 static struct rf_kernel kernel;
+static struct {
+	bool judged;
+	uint8_t trusted, how;
+} found;
 
 /* Never judged anew, as mode and marks follow from it. */
 static void judge_once(void)
 {
-	static bool judged;
-
-	if (judged)
+	if (found.judged)
 		return;
 	rf_sys_release(kernel.release, sizeof(kernel.release));
 	rf_kernel_judge(&kernel, rf_sys_rdma_copy_on_fork());
-	judged = true;
+	found.trusted = kernel.copy_trusted;
+	found.how = kernel.trust_how;
+	found.judged = true;
 }
 
 const struct rf_kernel *rf_kernel(void)
@@ -239,4 +244,16 @@ const struct rf_kernel *rf_kernel(void)
 		known = !unsure;
 	}
 	return &kernel;
+}
+
+bool rf_kernel_would_trust(bool distrusted)
+{
+	(void)rf_kernel();
+	return found.trusted && !distrusted;
+}
+
+void rf_kernel_distrust(bool distrusted)
+{
+	kernel.copy_trusted = rf_kernel_would_trust(distrusted);
+	kernel.trust_how = found.trusted && distrusted ? RF_HOW_ENVIRONMENT : found.how;
 }

@@ -25,6 +25,12 @@
  */
 const struct rf_kernel *rf_kernel(void);
 
+/* Would its copying be trusted? In force is what was last said with rf_kernel_distrust(). */
+bool rf_kernel_would_trust(bool distrusted);
+
+/* From here on: @distrusted, whatever the kernel is, or as it was judged. */
+void rf_kernel_distrust(bool distrusted);
+
 /*
  * Fill in what @kernel, of that release, does at fork(). @copies: what
  * rf_sys_rdma_copy_on_fork() has returned.

@@ -81,7 +81,7 @@ enum rf_cause {
 	RF_CAUSE_LATE,		/* EINVAL: a registration was made before rf_fork_init() */
 	RF_CAUSE_MODE,		/* EINVAL: the engine runs with another mode already */
 	RF_CAUSE_ENVIRONMENT,	/* EINVAL: a variable holds a value that means nothing */
-	RF_CAUSE_UNTRUSTED,	/* ENOTSUP: lazy, where the kernel does not copy at fork */
+	RF_CAUSE_UNTRUSTED,	/* ENOTSUP: lazy, where the kernel's copying is not trusted */
 	RF_CAUSE_OTHER_ENGINE,	/* EEXIST: another copy of librdmafork runs in this process */
 	RF_CAUSE_WIPE,		/* EINVAL: [start, end) cannot be wiped: a file's, huge pages */
 	/* No error: registered, but a child lacks other memory on the page [start, end). */
@@ -113,6 +113,7 @@ RF_API int rf_abi(void);
  * Start protecting registered memory. A second call with the same mode, or with
  * RF_MODE_AUTO, does nothing. @mode: RF_MODE_AUTO, RF_MODE_LAZY or RF_MODE_EAGER. A
  * forked child inherits the mode and may choose another before it registers.
+ * RDMAFORK_TRUST_COPYING=0 in the environment: the kernel's copying is not trusted.
  * -EINVAL (LATE, MODE, ENVIRONMENT), -ENOTSUP, -ENOMEM, -EEXIST.
  */
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error);
@@ -273,6 +274,7 @@ enum rf_how {
 	RF_HOW_VERSION = 0,	/* from the kernel's version */
 	RF_HOW_NETLINK = 1,	/* the kernel says so over RDMA netlink */
 	RF_HOW_PROBE = 2,	/* from what it does with a page: as 5.19, or not */
+	RF_HOW_ENVIRONMENT = 3,	/* RDMAFORK_TRUST_COPYING=0 */
 };
 
 struct rf_kernel {
@@ -288,7 +290,10 @@ struct rf_kernel {
 	uint32_t max_map_count;
 };
 
-/* Fills *@kernel; reads the kernel at the first call and remembers. */
+/*
+ * Fills *@kernel; reads the kernel at the first call and remembers. Until rf_fork_init(),
+ * copy_trusted follows the environment as it is.
+ */
 RF_API void rf_kernel_info(struct rf_kernel *kernel);
 
 #ifdef __cplusplus

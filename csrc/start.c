@@ -36,12 +36,15 @@ static int mode_of_environment(enum rf_mode *mode, struct rf_error *error)
 	return 0;
 }
 
-static int edges_of_environment(bool *whole, struct rf_error *error)
+/* *@distrusted: the kernel's copying is not to be trusted, whatever the kernel is. */
+static int trust_of_environment(bool *distrusted, struct rf_error *error)
 {
-	const char *value = secure_getenv("RDMAFORK_EDGES");
+	const char *value = secure_getenv("RDMAFORK_TRUST_COPYING");
 
-	*whole = value && !strcmp(value, "whole");
-	return *whole || !value || !*value ? 0 : wrong_value(error, "RDMAFORK_EDGES", value);
+	*distrusted = value && !strcmp(value, "0");
+	if (*distrusted || !value || !*value || !strcmp(value, "1"))
+		return 0;
+	return wrong_value(error, "RDMAFORK_TRUST_COPYING", value);
 }
 
 /* The variables with which libibverbs, too, tracks what is registered through it. */
@@ -107,24 +110,13 @@ static int refuse_second_engine(struct rf_error *error)
 	return -EEXIST;
 }
 
-static int refuse_kernel(const struct rf_kernel *kernel, enum rf_mode mode, struct rf_error *error)
-{
-	if (mode == RF_MODE_LAZY && !kernel->copy_on_fork) {
-		error->cause = RF_CAUSE_UNTRUSTED;
-		return -ENOTSUP;
-	}
-	return 0;
-}
-
 /* The engine is entered. */
-static int start(enum rf_mode mode, bool any, bool whole, struct rf_error *error)
+static int start(enum rf_mode mode, bool any, bool distrusted, struct rf_error *error)
 {
 	struct rf_engine *engine = &rf_engine;
 	const struct rf_kernel *kernel = rf_kernel();
-	int rc;
+	bool trusted = rf_kernel_would_trust(distrusted);
 
-	if (mode == RF_MODE_AUTO)
-		mode = kernel->copy_trusted ? RF_MODE_LAZY : RF_MODE_EAGER;
 	if (engine->mode != RF_MODE_NONE && (any || mode == engine->mode))
 		return 0;
 	if (engine->mode != RF_MODE_NONE && !(engine->mode_inherited && !engine->registered)) {
@@ -135,16 +127,20 @@ static int start(enum rf_mode mode, bool any, bool whole, struct rf_error *error
 		error->cause = RF_CAUSE_LATE;
 		return -EINVAL;
 	}
-	rc = refuse_kernel(kernel, mode, error);
-	if (rc < 0)
-		return rc;
+	if (mode == RF_MODE_LAZY && !trusted) {
+		error->cause = RF_CAUSE_UNTRUSTED;
+		return -ENOTSUP;
+	}
+	if (mode == RF_MODE_AUTO)
+		mode = trusted ? RF_MODE_LAZY : RF_MODE_EAGER;
 	if (rf_registry_reserve(&engine->registry) < 0 ||
 	    rf_advise_reserve(&engine->advisor, 1) < 0) {
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
-	rf_advisor_start(&engine->advisor, kernel, whole, environment_starts());
-	rf_advisor_start(&engine->wiper, kernel, whole, false);
+	rf_kernel_distrust(distrusted);
+	rf_advisor_start(&engine->advisor, kernel, environment_starts());
+	rf_advisor_start(&engine->wiper, kernel, false);
 	rf_edges_start(&engine->edges, kernel->page_size);
 	__atomic_store_n(&engine->environment_read, true, __ATOMIC_RELAXED);
 	/* After all that a child of another thread's fork finds with it. */
@@ -155,7 +151,7 @@ static int start(enum rf_mode mode, bool any, bool whole, struct rf_error *error
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 {
 	/* Who does not care joins whatever runs. */
-	bool any = mode == RF_MODE_AUTO, whole;
+	bool any = mode == RF_MODE_AUTO, distrusted;
 	int rc;
 
 	error->cause = RF_CAUSE_MODE;
@@ -166,7 +162,7 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 	error->cause = RF_CAUSE_NONE;
 	rc = any ? mode_of_environment(&mode, error) : 0;
 	if (rc >= 0)
-		rc = edges_of_environment(&whole, error);
+		rc = trust_of_environment(&distrusted, error);
 	/* Outside the lock: the loader may be waiting for whoever holds it. */
 	if (rc >= 0) {
 		rf_loader_enter();
@@ -180,7 +176,7 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 		error->cause = RF_CAUSE_SIGNAL;
 		return rc;
 	}
-	rc = start(mode, any, whole, error);
+	rc = start(mode, any, distrusted, error);
 	rf_leave();
 	return rc;
 }
@@ -191,4 +187,20 @@ int rf_start_by_environment(struct rf_error *error)
 		return rf_fork_init(RF_MODE_AUTO, error);
 	__atomic_store_n(&rf_engine.environment_read, true, __ATOMIC_RELAXED);
 	return 0;
+}
+
+RF_API void rf_kernel_info(struct rf_kernel *kernel)
+{
+	struct rf_error error;
+	bool distrusted;
+	int entered;
+
+	(void)trust_of_environment(&distrusted, &error);
+	entered = rf_enter(0);
+	/* From its start on the engine relies on what was in force then. */
+	if (entered == 0 && rf_engine.mode == RF_MODE_NONE)
+		rf_kernel_distrust(distrusted);
+	*kernel = *rf_kernel();
+	if (entered == 0)
+		rf_leave();
 }

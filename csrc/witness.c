@@ -71,7 +71,7 @@ static const char *describe(const struct rf_error *error)
 	case RF_CAUSE_ENVIRONMENT:
 		return "a variable means nothing";
 	case RF_CAUSE_UNTRUSTED:
-		return "lazy mode is not for this kernel, which does not copy at fork";
+		return "lazy mode is not for this kernel, whose copying at fork is not trusted";
 	case RF_CAUSE_OTHER_ENGINE:
 		return "another copy of rdmafork runs here";
 	default:

@@ -137,6 +137,7 @@ cdef extern from "rdmafork.h" nogil:
         RF_HOW_VERSION
         RF_HOW_NETLINK
         RF_HOW_PROBE
+        RF_HOW_ENVIRONMENT
 
     struct rf_kernel:
         char release[65]

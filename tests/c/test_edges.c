@@ -35,15 +35,10 @@ static void fill(void)
 		memory[at] = (char)value_at(at);
 }
 
-static void start(const char *edges, enum rf_mode mode)
-{
-	setenv("RDMAFORK_EDGES", edges, 1);
-	check_start(mode);
-}
-
 static void start_whole(void)
 {
-	start("whole", RF_MODE_EAGER);
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
 }
 
 static void prepare_memory(size_t pages)
@@ -222,7 +217,7 @@ static void parts_of_huge_pages(enum rf_mode mode)
 	nbytes = 2 * CHECK_HUGE;
 	memory = check_map_huge(2, MAP_PRIVATE);
 	fill();
-	start("", mode);
+	check_start(mode);
 	for (i = 0; i < COUNT_OF(ends); i++) {
 		add(&regions[i], ends[i][0], ends[i][1], RF_OMIT);
 		model(regions, i + 1);
@@ -256,7 +251,7 @@ static void many_in_one_huge_page(void)
 	nbytes = CHECK_HUGE;
 	memory = check_map_huge(1, MAP_PRIVATE);
 	fill();
-	start("", RF_MODE_EAGER);
+	check_start(RF_MODE_EAGER);
 	for (i = 0; i < COUNT_OF(regions); i++)
 		add(&regions[i], 2 * i * 1000, (2 * i + 1) * 1000, RF_OMIT);
 	check_fork();

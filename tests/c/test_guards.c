@@ -98,8 +98,8 @@ static void what_cannot_be_given_back_is_a_guard(void)
 	size_t i;
 	pid_t pid;
 
-	setenv("RDMAFORK_EDGES", "whole", 1);
-	check_start(check_best_mode());
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
 	memory[0] = 7;
 	handle = check_register(memory + 100, 2 * check_page, 0);
 	for (i = 0; i < COUNT_OF(protections); i++) {
@@ -128,7 +128,7 @@ static void what_is_given_back_no_more_is_a_guard(void)
 	struct rf_error error;
 	size_t i;
 
-	setenv("RDMAFORK_EDGES", "whole", 1);
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
 	check_start(RF_MODE_EAGER);
 	handle = check_register(memory + 100, 100, RF_HELD);
 	for (i = 0; i < 2 * COUNT_OF(policies); i++) {

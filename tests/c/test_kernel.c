@@ -69,6 +69,7 @@ static void information_is_this_kernels(void)
 		CHECK(memchr(kernel.huge_shifts, 21, sizeof(kernel.huge_shifts)));
 	rf_kernel_info(&again);
 	CHECK(!memcmp(&kernel, &again, sizeof(kernel)));
+	CHECK(!(kernel.trust_how == RF_HOW_ENVIRONMENT && kernel.copy_trusted));
 }
 
 /* Each call fails once. What cannot be found out is taken for absent, never for there. */

@@ -405,7 +405,7 @@ static void no_byte_is_an_older_one(void)
 	unsigned int round;
 
 	memory = check_map(16);
-	setenv("RDMAFORK_EDGES", "whole", 1);
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
 	check_start(RF_MODE_EAGER);
 	set_stride(3);
 	for (round = 0; round < 2; round++) {

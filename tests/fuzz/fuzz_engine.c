@@ -662,22 +662,21 @@ static void start(void)
 		map_following();
 	}
 	*kernel = real;
-	lazy = wish & 1;
-	trusted = !(wish & 16);
+	trusted = real.copy_trusted && !(wish & 16);
+	lazy = trusted && wish & 1;
 	tight = wish & 32;
-	whole = !trusted || wish & 2;
+	whole = !trusted;
 	kernel->procmap_query &= !(wish & 4);
 	kernel->process_madvise &= !(wish & 8);
-	kernel->copy_trusted = trusted;
 	if (tight)
 		kernel->max_map_count = 2 * (2 + wish % 5);
-	setenv("RDMAFORK_EDGES", wish & 2 ? "whole" : "", 1);
+	setenv("RDMAFORK_TRUST_COPYING", trusted ? "1" : "0", 1);
 	if (wish & 64)
 		setenv("RDMAV_FORK_SAFE", "1", 1);
 	else
 		unsetenv("RDMAV_FORK_SAFE");
-	tell("%s%s%s%s\n", lazy ? "lazy" : "eager", whole ? " whole" : "",
-	     trusted ? "" : " untrusted", tight ? " tight" : "");
+	tell("%s%s%s\n", lazy ? "lazy" : "eager", trusted ? "" : " untrusted",
+	     tight ? " tight" : "");
 	before = arm(wish & 128);
 	rc = rf_fork_init(lazy ? RF_MODE_LAZY : RF_MODE_EAGER, &error);
 	CHECK(disarm(before) || rc == 0, "%d, cause %d", rc, error.cause);

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <string.h>
 
-#define DIRECTORY "/proc/self/fd/"
+#define DIRECTORY "/proc/thread-self/fd/"
 
 /* The kernel's struct linux_dirent64, wherever off_t has 64 bits. musl has no dirent64. */
 _Static_assert(offsetof(struct dirent, d_reclen) == 16 && offsetof(struct dirent, d_name) == 19,

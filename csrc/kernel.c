@@ -89,7 +89,7 @@ static void read_huge_shifts(struct rf_kernel *kernel)
 static bool probe_procmap_query(void)
 {
 	struct rf_vma vma;
-	int fd = open_file("/proc/self/maps"), rc;
+	int fd = open_file("/proc/thread-self/maps"), rc;
 
 	if (fd < 0)
 		return false;

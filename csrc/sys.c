@@ -183,7 +183,8 @@ ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned i
 	ssize_t rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, process_vm_readv(getpid(), to, 1, from, count, 0));
+	/* Of a main thread that has ended the pid has no memory. */
+	KERNEL(rc, process_vm_readv((pid_t)syscall(SYS_gettid), to, 1, from, count, 0));
 	return rc;
 }
 

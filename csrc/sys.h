@@ -89,7 +89,7 @@ int rf_sys_identify(int fd, struct rf_file *file);
 int rf_sys_duplicate(int fd, int onto);
 
 /*
- * PROCMAP_QUERY (Linux 6.11) on an open /proc/self/maps: the VMA that holds
+ * PROCMAP_QUERY (Linux 6.11) on an open maps file of /proc: the VMA that holds
  * @address or the first after it. -ENOENT: none. -ENOTTY: not supported.
  */
 int rf_sys_procmap_query(int fd, uintptr_t address, struct rf_vma *vma);

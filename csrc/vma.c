@@ -134,7 +134,7 @@ void rf_vma_replace_file(const struct rf_file *file)
 	const char *line;
 	size_t length;
 
-	text.fd = rf_sys_open("/proc/self/maps", RF_READ);
+	text.fd = rf_sys_open("/proc/thread-self/maps", RF_READ);
 	if (text.fd < 0)
 		return;
 	while (next_line(&text, &line, &length) > 0)
@@ -171,7 +171,7 @@ int rf_vma_open(struct rf_vma_reader *reader)
 		reader->depth++;
 		return 0;
 	}
-	reader->fd = rf_sys_open("/proc/self/maps", RF_READ);
+	reader->fd = rf_sys_open("/proc/thread-self/maps", RF_READ);
 	if (reader->fd < 0)
 		return reader->fd;
 	reader->depth = 1;
@@ -221,7 +221,7 @@ static int find_page_size(struct rf_vma_reader *reader, struct rf_vma *vma)
 	size_t length;
 	int rc;
 
-	text.fd = rf_sys_open("/proc/self/smaps", RF_READ);
+	text.fd = rf_sys_open("/proc/thread-self/smaps", RF_READ);
 	if (text.fd < 0)
 		return text.fd;
 	while ((rc = next_line(&text, &line, &length)) > 0) {

@@ -8,8 +8,9 @@
  * aligned to a huge page at both ends) is looked up in smaps, which is slow.
  *
  * /proc is opened anew for every round: a descriptor kept open answers for the
- * parent in a child, and its number may be another's by then. "self" is right in
- * every PID namespace, a pid in the path is not.
+ * parent in a child, and its number may be another's by then. "thread-self" is right in
+ * every PID namespace, a pid in the path is not, and "self" is not once the main thread
+ * has ended by pthread_exit().
  */
 #ifndef RF_VMA_H
 #define RF_VMA_H

@@ -365,7 +365,7 @@ void check_read_smaps_to(uintptr_t end)
 	size_t used = 0, at;
 	ssize_t got;
 	char *newline;
-	int fd = open("/proc/self/smaps", O_RDONLY | O_CLOEXEC);
+	int fd = open("/proc/thread-self/smaps", O_RDONLY | O_CLOEXEC);
 
 	CHECK(fd >= 0, "%s", strerror(errno));
 	vma_count = 0;

@@ -44,11 +44,11 @@ int __real_rf_sys_close(int fd);
 
 int __wrap_rf_sys_open(const char *path, int access)
 {
-	if (!strcmp(path, "/proc/self/maps")) {
+	if (!strcmp(path, "/proc/thread-self/maps")) {
 		maps.at = 0;
 		return MAPS;
 	}
-	if (!strcmp(path, "/proc/self/smaps")) {
+	if (!strcmp(path, "/proc/thread-self/smaps")) {
 		smaps.at = 0;
 		return SMAPS;
 	}

@@ -88,7 +88,7 @@ struct text {
 	size_t used, at;
 	uint64_t *questions;
 	bool cut;		/* the line before goes on */
-	char bytes[4096];
+	char bytes[768];	/* on the stack of signal handlers that fork, too */
 };
 
 /*

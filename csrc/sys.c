@@ -199,19 +199,23 @@ int rf_sys_map_over(uintptr_t start, size_t nbytes)
 	return mapped_at(rc, &memory);
 }
 
+/* Flags that mean nothing to a reader, so that no program opens a file for reading with them. */
+#define SIGNATURE (O_APPEND | O_DSYNC)
+
 int rf_sys_open(const char *path, int access)
 {
 	static const int flags[] = {
 		[RF_READ] = O_RDONLY,
 		[RF_APPEND] = O_WRONLY | O_APPEND | O_NOCTTY | O_NONBLOCK,
 		[RF_CREATE] = O_WRONLY | O_APPEND | O_NOCTTY | O_NONBLOCK | O_CREAT | O_NOFOLLOW,
+		[RF_READ_SIGNED] = O_RDONLY | SIGNATURE,
 	};
 	int rc;
 
 	RETURN_IF_INJECTED();
 	KERNEL_UNCANCELLED(rc, open(path, flags[access] | O_CLOEXEC, 0666));
 	/* O_NONBLOCK was for open(), which waits for the reader of a named pipe. */
-	if (rc >= 0 && access != RF_READ)
+	if (rc >= 0 && flags[access] & O_NONBLOCK)
 		(void)!fcntl(rc, F_SETFL, O_APPEND);
 	return rc;
 }
@@ -304,8 +308,17 @@ int rf_sys_identify(int fd, struct rf_file *file)
 		return rc;
 	file->device = status.st_dev;
 	file->inode = status.st_ino;
-	file->special = status.st_rdev;
+	file->special = status.st_mode & S_IFMT ? status.st_rdev : RF_ANONYMOUS;
 	return 0;
+}
+
+int rf_sys_is_signed(int fd)
+{
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, fcntl(fd, F_GETFL));
+	return rc < 0 ? rc : (rc & (O_ACCMODE | SIGNATURE)) == (O_RDONLY | SIGNATURE);
 }
 
 int rf_sys_duplicate(int fd, int onto)

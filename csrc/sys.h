@@ -60,6 +60,7 @@ int rf_sys_map_over(uintptr_t start, size_t nbytes);
 #define RF_NO_ACCESS	2
 #define RF_APPEND	3	/* to a file that is there; not waited for */
 #define RF_CREATE	4	/* the same; made if it is not, and -ELOOP for a link */
+#define RF_READ_SIGNED	5	/* RF_READ, so that rf_sys_is_signed() knows it again */
 
 /* Private zeros, with that access, where nothing is mapped. -EEXIST: something is. */
 int rf_sys_map_at(uintptr_t start, size_t nbytes, int access);
@@ -81,10 +82,16 @@ int rf_sys_read_link(const char *path, char *target, size_t nbytes);
 
 /* Which file it is that a descriptor names. */
 struct rf_file {
-	uint64_t device, inode, special;
+	uint64_t device, inode;
+	uint64_t special;	/* the device it is, 0 of other files */
 };
 
+/* In @special: all files without a name (an epoll, an eventfd) share one inode. */
+#define RF_ANONYMOUS UINT64_MAX
+
 int rf_sys_identify(int fd, struct rf_file *file);
+/* Was that very file opened with RF_READ_SIGNED, here or by a parent? */
+int rf_sys_is_signed(int fd);
 /* Let @onto name what @fd names, in one step, until exec(). */
 int rf_sys_duplicate(int fd, int onto);
 

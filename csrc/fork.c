@@ -19,6 +19,9 @@
 /* What the child of the fork under way is to get back has been saved for it. */
 static __thread bool saved __attribute__((tls_model("initial-exec")));
 
+/* Its number to rf_vma_close_inherited(). */
+static __thread uint64_t fork_number __attribute__((tls_model("initial-exec")));
+
 static void prepare(void)
 {
 	struct rf_engine *engine = &rf_engine;
@@ -29,6 +32,7 @@ static void prepare(void)
 	rf_intercept_look(true);
 	__atomic_add_fetch(&engine->window, 1, __ATOMIC_SEQ_CST);
 	__atomic_add_fetch(&engine->begun, 1, __ATOMIC_SEQ_CST);
+	fork_number = rf_vma_fork();
 	rf_loader_fork();
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
 		return;
@@ -38,6 +42,7 @@ static void prepare(void)
 		 * lock that this thread has. What is not marked yet is the kernel's to copy.
 		 */
 		__atomic_add_fetch(&engine->forks_unprepared, 1, __ATOMIC_RELAXED);
+		fork_number = 0;
 		rf_advise_unmark_all_shared(engine->advisor.kernel);
 		return;
 	}
@@ -74,6 +79,9 @@ static void child(void)
 		rf_edges_restore(&rf_engine.edges);
 	rf_guards_raise(&rf_engine.guards);
 	(void)rf_notice_child();
+	/* An interrupted call goes on here, and closes what it has opened. */
+	if (!rf_lock_is_mine(&rf_engine.lock))
+		rf_vma_close_inherited(fork_number);
 	if (rf_witness_omits_devices())
 		rf_devices_omit(&rf_engine.descriptors);
 	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */

@@ -483,6 +483,117 @@ static void a_timer_registers_in_a_storm(void)
 	CHECK(from_handler);
 }
 
+/* Descriptors of /proc that speak of an engine's memory. */
+static size_t open_maps(void)
+{
+	char link[64], target[64];
+	size_t count = 0;
+	ssize_t length;
+	int fd;
+
+	for (fd = 0; fd < 64; fd++) {
+		snprintf(link, sizeof(link), "/proc/thread-self/fd/%d", fd);
+		length = readlink(link, target, sizeof(target) - 1);
+		if (length < 0)
+			continue;
+		target[length] = '\0';
+		count += !strncmp(target, "/proc/", 6) && strstr(target, "maps");
+	}
+	return count;
+}
+
+static bool asking, asked, answered;
+
+static void *ask_within_a_fork(void *unused)
+{
+	struct rf_vma_reader *reader = &rf_engine.advisor.reader;
+
+	await(&asked);
+	CHECK(rf_enter(0) == 0);
+	CHECK(rf_vma_open(reader) == 0 && open_maps() == 1);
+	set(&holding);
+	await(&answered);
+	rf_vma_close(reader);
+	rf_leave();
+	return unused;
+}
+
+static void ask_in_window(void)
+{
+	if (!asking)
+		return;
+	asking = false;
+	set(&asked);
+	await(&holding);
+}
+
+/* Installed before the engine's own: it prepares after that, without the lock. */
+__attribute__((constructor(101))) static void install_before(void)
+{
+	pthread_atfork(ask_in_window, NULL, NULL);
+}
+
+static void a_child_lacks_the_descriptor_of_a_question_under_way(void)
+{
+	pthread_t thread;
+	pid_t child;
+
+	check_start(check_best_mode());
+	asking = true;
+	CHECK(!pthread_create(&thread, NULL, ask_within_a_fork, NULL));
+	child = fork();
+	CHECK(child >= 0);
+	if (!child) {
+		CHECK(open_maps() == 0, "%zu", open_maps());
+		check_works();
+		_exit(0);
+	}
+	CHECK(open_maps() == 1);
+	set(&answered);
+	CHECK(check_wait(child) == 0);
+	CHECK(!pthread_join(thread, NULL));
+	CHECK(open_maps() == 0);
+	check_fork();
+}
+
+static void children_have_no_descriptor_of_proc(bool query)
+{
+	unsigned long i, forks = check_scale(500);
+	pthread_t registering[2];
+	pid_t child;
+	size_t at;
+
+	check_start(check_best_mode());
+	rf_engine.advisor.reader.query &= query;
+	for (at = 0; at < 2; at++)
+		CHECK(!pthread_create(&registering[at], NULL, register_until_stopped, NULL));
+	for (i = 0; i < forks; i++) {
+		child = fork();
+		CHECK(child >= 0);
+		if (!child) {
+			CHECK(open_maps() == 0, "%zu in child %lu", open_maps(), i);
+			if (i % 16 == 0)
+				check_works();
+			_exit(0);
+		}
+		CHECK(check_wait(child) == 0);
+	}
+	__atomic_store_n(&stop, true, __ATOMIC_RELAXED);
+	for (at = 0; at < 2; at++)
+		CHECK(!pthread_join(registering[at], NULL));
+	CHECK(open_maps() == 0);
+}
+
+static void children_amid_questions_have_no_descriptor_of_proc(void)
+{
+	children_have_no_descriptor_of_proc(true);
+}
+
+static void children_amid_reading_have_no_descriptor_of_proc(void)
+{
+	children_have_no_descriptor_of_proc(false);
+}
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
@@ -496,6 +607,9 @@ int main(int argc, char **argv)
 		SCENARIO(a_child_reads_the_environment_if_nothing_runs),
 		SCENARIO(a_timer_forks_in_a_storm),
 		SCENARIO(a_timer_registers_in_a_storm),
+		SCENARIO(a_child_lacks_the_descriptor_of_a_question_under_way),
+		SCENARIO(children_amid_questions_have_no_descriptor_of_proc),
+		SCENARIO(children_amid_reading_have_no_descriptor_of_proc),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

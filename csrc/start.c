@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-#define _GNU_SOURCE /* secure_getenv(), dl_iterate_phdr() */
+#define _GNU_SOURCE /* secure_getenv(), dladdr() */
 #include "start.h"
 #include "engine.h"
 #include "kernel.h"
 #include "loader.h"
+#include "second.h"
 
 #include <dlfcn.h>
 #include <errno.h>
-#include <link.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -50,63 +50,6 @@ static bool environment_starts(void)
 	return secure_getenv("RDMAV_FORK_SAFE") || secure_getenv("IBV_FORK_SAFE");
 }
 
-struct object_name {
-	size_t wanted, at;
-	char text[4096];
-};
-
-static int copy_name(struct dl_phdr_info *object, size_t size, void *data)
-{
-	struct object_name *name = data;
-
-	(void)size;
-	if (name->at++ < name->wanted)
-		return 0;
-	snprintf(name->text, sizeof(name->text), "%s", object->dlpi_name);
-	return 1;
-}
-
-/* Is there an engine in the object of that name, not this one, that runs? Its path. */
-static bool runs_another(const char *name, struct rf_error *error)
-{
-	enum rf_mode (*other_mode)(void) = NULL;
-	Dl_info where;
-	/* RTLD_NOLOAD: a look at what is there, which loads and runs nothing. */
-	void *handle = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
-
-	if (!handle)
-		return false;
-	*(void **)&other_mode = dlsym(handle, "rf_mode");
-	dlclose(handle);
-	if (!other_mode || other_mode == rf_mode || other_mode() == RF_MODE_NONE)
-		return false;
-	/* The object may only depend on the one that holds it. */
-	if (dladdr(*(void **)&other_mode, &where))
-		name = where.dli_fname;
-	snprintf(error->text, sizeof(error->text), "%.255s", name);
-	return true;
-}
-
-/*
- * Two engines would undo each other's advice: their counts know nothing of each
- * other. The objects are looked at one by one, as dl_iterate_phdr() holds a lock
- * of the loader's under which dlopen() must not be called.
- */
-static int refuse_second_engine(struct rf_error *error)
-{
-	struct object_name name;
-
-	for (name.wanted = 0;; name.wanted++) {
-		name.at = 0;
-		if (!dl_iterate_phdr(copy_name, &name))
-			return 0;
-		if (runs_another(name.text, error))
-			break;
-	}
-	error->cause = RF_CAUSE_OTHER_ENGINE;
-	return -EEXIST;
-}
-
 static int refuse_kernel(const struct rf_kernel *kernel, enum rf_mode mode, struct rf_error *error)
 {
 	if (!rf_kernel_has_dontfork()) {
@@ -120,8 +63,8 @@ static int refuse_kernel(const struct rf_kernel *kernel, enum rf_mode mode, stru
 	return 0;
 }
 
-/* The engine is entered. */
-static int start(enum rf_mode mode, bool any, bool whole, struct rf_error *error)
+/* The engine is entered, and the only one. */
+static int start_alone(enum rf_mode mode, bool any, bool whole, struct rf_error *error)
 {
 	struct rf_engine *engine = &rf_engine;
 	const struct rf_kernel *kernel = rf_kernel();
@@ -156,10 +99,39 @@ static int start(enum rf_mode mode, bool any, bool whole, struct rf_error *error
 	return 0;
 }
 
+/* The engine is entered. -EEXIST: *@other runs. */
+static int start(enum rf_mode mode, bool any, bool whole, uintptr_t *other,
+		 struct rf_error *error)
+{
+	int rc = rf_second_claim((uintptr_t)&rf_engine, other);
+
+	if (rc < 0)
+		return rc;
+	rc = start_alone(mode, any, whole, error);
+	if (rc < 0 && rf_engine.mode == RF_MODE_NONE)
+		rf_second_give_up((uintptr_t)&rf_engine);
+	return rc;
+}
+
+/* Outside the lock: the loader may be waiting for a thread that waits for it. */
+static void name_second_engine(uintptr_t other, struct rf_error *error)
+{
+	const char *name = NULL;
+	Dl_info where;
+
+	rf_loader_enter();
+	if (dladdr((void *)other, &where))
+		name = where.dli_fname;
+	error->cause = RF_CAUSE_OTHER_ENGINE;
+	snprintf(error->text, sizeof(error->text), "%.255s", name ? name : "");
+	rf_loader_leave();
+}
+
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 {
 	/* Who does not care joins whatever runs. */
 	bool any = mode == RF_MODE_AUTO, whole;
+	uintptr_t other = 0;
 	int rc;
 
 	error->cause = RF_CAUSE_MODE;
@@ -171,12 +143,6 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 	rc = any ? mode_of_environment(&mode, error) : 0;
 	if (rc >= 0)
 		rc = edges_of_environment(&whole, error);
-	/* Outside the lock: the loader may be waiting for whoever holds it. */
-	if (rc >= 0) {
-		rf_loader_enter();
-		rc = refuse_second_engine(error);
-		rf_loader_leave();
-	}
 	if (rc < 0)
 		return rc;
 	rc = rf_enter(0);
@@ -184,8 +150,10 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 		error->cause = RF_CAUSE_SIGNAL;
 		return rc;
 	}
-	rc = start(mode, any, whole, error);
+	rc = start(mode, any, whole, &other, error);
 	rf_leave();
+	if (rc == -EEXIST)
+		name_second_engine(other, error);
 	return rc;
 }
 

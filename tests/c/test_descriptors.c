@@ -297,6 +297,24 @@ static void the_program_s_own_dev_null_is_left_to_it(void)
 	CHECK(is_null(null));
 }
 
+static void the_first_descriptor_is_one_like_another(void)
+{
+	int device = open_device();
+
+	CHECK(dup2(device, 0) == 0);
+	CHECK(rf_descriptor_omit(0, 0) == 0);
+	CHECK(in_child(is_null_for_grandchildren, 0) && in_child(is_device, device));
+	CHECK(is_device(0) && reserve() > 0);
+	CHECK(rf_descriptor_release(0) == 0 && rf_descriptor_release(0) == -ENOENT);
+	CHECK(in_child(is_device, 0));
+	/* And it may be where the reserve is. */
+	close(0);
+	CHECK(rf_descriptor_omit(device, 0) == 0 && reserve() == 0);
+	CHECK(in_child(is_null, device) && in_child(is_closed, 0));
+	CHECK(rf_descriptor_release(device) == 0);
+	CHECK(is_closed(0) && is_device(device));
+}
+
 static bool fails_at_every_call(int fd)
 {
 	unsigned long nth, faults = rf_sys_faults();
@@ -480,6 +498,7 @@ int main(int argc, char **argv)
 		SCENARIO(bad_numbers_are_refused),
 		SCENARIO(the_reserve_may_be_lost),
 		SCENARIO(the_program_s_own_dev_null_is_left_to_it),
+		SCENARIO(the_first_descriptor_is_one_like_another),
 		SCENARIO(failures_change_nothing),
 		SCENARIO(a_child_that_cannot_duplicate_closes),
 		SCENARIO(a_raw_clone_may_share_them),

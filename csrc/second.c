@@ -13,16 +13,28 @@ struct meeting {
 	uintptr_t engine;	/* atomic */
 };
 
+/* 2^@bits bytes from @base on, in which kernels place nothing by themselves. */
+struct area {
+	uintptr_t base;
+	unsigned int bits;
+};
+
 /*
- * 2^44 bytes in which programs, heaps, stacks, libraries and sanitizers map nothing, or, of
- * 39 bits of address, 2^36. No secret is in the address, and it is as random as the stack's.
+ * Below the programs (x86), where each sanitizer lets a program map memory; or, of 39 bits
+ * of address, above the first quarter.
  */
-static uintptr_t address_of(unsigned int base_shift)
+static const struct area areas[] = {
+	{ 0x550000000000, 38 },
+	{ 0x002000000000, 36 },
+};
+
+/* No secret is in the address, and it is as random as the stack's. */
+static uintptr_t address_in(const struct area *area)
 {
 	const uint64_t random = (uint64_t)getauxval(AT_RANDOM) * 0x9e3779b97f4a7c15;
 	const size_t page = getauxval(AT_PAGESZ);
 
-	return ((uintptr_t)1 << base_shift) + ((random >> (64 - (base_shift - 2))) & ~(page - 1));
+	return area->base + ((uintptr_t)(random >> (64 - area->bits)) & ~(page - 1));
 }
 
 static struct meeting *meet_at(uintptr_t address)
@@ -43,10 +55,10 @@ static struct meeting *meet(void)
 {
 	static struct meeting *met;
 
-	if (!met)
-		met = meet_at(address_of(46));
-	if (!met)
-		met = meet_at(address_of(37));
+	size_t i;
+
+	for (i = 0; !met && i < sizeof(areas) / sizeof(areas[0]); i++)
+		met = meet_at(address_in(&areas[i]));
 	return met;
 }
 

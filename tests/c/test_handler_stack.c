@@ -82,6 +82,11 @@ static void forks_fit(enum rf_mode mode, bool query)
 	int device;
 	unsigned int round;
 
+#ifndef __OPTIMIZE__
+	check_skip("frames are larger where nothing is optimized");
+#endif
+	if (CHECK_SLOWNESS > 1)
+		check_skip("a sanitizer's frames are larger");
 	stack = check_map(STACK / check_page);
 	alternate = (stack_t){ .ss_sp = stack, .ss_size = STACK };
 	CHECK(sigaltstack(&alternate, NULL) == 0);

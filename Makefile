@@ -142,6 +142,8 @@ build/ctest/$(1)/test_%: build/ctest/$(1)/tests/c/test_%.o $$($(1)_OBJECTS)
 
 build/ctest/$(1)/test_intercept build/ctest/$(1)/test_exec: | $$(STANDINS:%=build/ctest/standin-%.so)
 build/ctest/$(1)/test_intercept: private LDFLAGS += -Wl,--export-dynamic-symbol=standin_wait
+# As the library is linked: to look a symbol up takes kilobytes of stack.
+build/ctest/$(1)/test_handler_stack: private LDFLAGS += -Wl,-z,now
 build/ctest/$(1)/fuzz_proc: private LDFLAGS += $$(PROC_LDFLAGS)
 # What fuzzing has found, or is to begin with, played again, and random inputs.
 build/ctest/$(1)/fuzz_%: build/ctest/$(1)/tests/fuzz/fuzz_%.o \

@@ -30,7 +30,7 @@ PEERS: dict[str, Environment] = {
     "libibverbs": {},
     "rdmafork lazy": {"RDMAFORK_MODE": "lazy"},
     "rdmafork eager": {"RDMAFORK_MODE": "eager"},
-    "rdmafork whole pages": {"RDMAFORK_EDGES": "whole"},
+    "rdmafork whole pages": {"RDMAFORK_TRUST_COPYING": "0"},
 }
 
 libc = ctypes.CDLL(None, use_errno=True)

@@ -7,9 +7,9 @@ transparent huge pages or those of the pool; and many unaligned buffers of eight
 peer has a process of its own. In each round it registers everything anew and forks: children that
 run /bin/true, one that writes to 16 MiB of other memory, and one whose memory is measured.
 The peers: nothing (the kernel copies what is pinned), madvise() of the same whole pages and no
-more (the floor), libibverbs, rdmafork lazily, eagerly, and lazily with whole pages, where the child
-is given back what lies beside registered bytes. A row says how many rounds it had: large memory
-has few.
+more (the floor), libibverbs, rdmafork lazily, eagerly, and with whole pages (eagerly, as on a
+kernel whose copying is not trusted), where the child is given back what lies beside registered
+bytes. A row says how many rounds it had: large memory has few.
 """
 
 import argparse

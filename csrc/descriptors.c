@@ -51,6 +51,43 @@ static int add_block(struct rf_descriptors *descriptors, struct rf_descriptor **
 	return 0;
 }
 
+/* "/proc/thread-self/fd/5" */
+static const char *link_of(int fd, char *path, size_t nbytes)
+{
+	static const char directory[] = "/proc/thread-self/fd/";
+	char *at = path + nbytes;
+
+	*--at = '\0';
+	do
+		*--at = (char)('0' + fd % 10);
+	while (fd /= 10);
+	return memcpy(at - (sizeof(directory) - 1), directory, sizeof(directory) - 1);
+}
+
+/* The kinds of anonymous files are told apart by the text of their link, where /proc is. */
+static int identify(int fd, struct rf_file *file)
+{
+	char path[40], kind[64];
+	uint64_t hash = 0;
+	const char *at;
+	int rc = rf_sys_identify(fd, file);
+
+	if (rc < 0 || file->special != RF_ANONYMOUS ||
+	    rf_sys_read_link(link_of(fd, path, sizeof(path)), kind, sizeof(kind)) < 0)
+		return rc;
+	for (at = kind; *at; at++)
+		hash = hash * 31 + (unsigned char)*at;
+	file->special = hash;
+	return 0;
+}
+
+static bool is_same(const struct rf_file *one, const struct rf_file *other)
+{
+	return one->device == other->device && one->inode == other->inode &&
+	       (one->special == other->special || one->special == RF_ANONYMOUS ||
+		other->special == RF_ANONYMOUS);
+}
+
 static bool is_still(const struct rf_descriptor *item)
 {
 	struct rf_file file;
@@ -58,14 +95,25 @@ static bool is_still(const struct rf_descriptor *item)
 
 	if (!item->number)
 		return false;
-	rc = rf_sys_identify(item->number - 1, &file);
-	return rc < 0 ? rc != -EBADF : !memcmp(&file, &item->file, sizeof(file));
+	rc = identify(item->number - 1, &file);
+	return rc < 0 ? rc != -EBADF : is_same(&file, &item->file);
+}
+
+/* Ours, and not a /dev/null of the program's that has got its number. */
+static bool is_null_still(const struct rf_descriptor *null)
+{
+	int rc;
+
+	if (!is_still(null))
+		return false;
+	rc = rf_sys_is_signed(null->number - 1);
+	return rc < 0 ? rc != -EBADF : rc;
 }
 
 static void close_null(struct rf_descriptors *descriptors)
 {
 	int fd = descriptors->null.number - 1;
-	bool ours = is_still(&descriptors->null);
+	bool ours = is_null_still(&descriptors->null);
 
 	set_number(&descriptors->null, 0);
 	if (ours)
@@ -82,11 +130,11 @@ static int open_null(struct rf_descriptors *descriptors)
 	struct rf_descriptor *null = &descriptors->null;
 	int fd, rc;
 
-	if (is_still(null))
+	if (is_null_still(null))
 		return 0;
-	/* Somebody has closed it, and its number may be his now. */
+	/* It has been closed, and another file may have its number. */
 	set_number(null, 0);
-	fd = rf_sys_open("/dev/null", RF_READ);
+	fd = rf_sys_open("/dev/null", RF_READ_SIGNED);
 	if (fd < 0)
 		return fd;
 	rc = rf_sys_identify(fd, &null->file);
@@ -102,7 +150,7 @@ int rf_descriptors_add(struct rf_descriptors *descriptors, int fd, bool mapped)
 {
 	struct rf_descriptor *item;
 	struct rf_file file;
-	int rc = rf_sys_identify(fd, &file);
+	int rc = identify(fd, &file);
 
 	if (rc < 0)
 		return rc;

@@ -11,10 +11,13 @@
  * Read by the child handler of a fork that may come between any two stores, so an
  * item's number is stored last and cleared first, blocks never go away, and
  * nothing is counted. A number alone does not say that it is still the file that
- * was named: whoever closed it, and got the number again, keeps his.
+ * was named: where it was closed, and the number is another file's, that file stays.
+ * Files are told apart by their inode, and anonymous files, which have one between
+ * them, by their kind: of two event channels one may be taken for the other. Our own
+ * /dev/null bears flags that no program's does.
  *
  * A mapping keeps its file open as a descriptor does, and a queue of a device is
- * one. Where such may exist the child looks through /proc/self/maps, which takes a
+ * one. Where such may exist the child looks through its maps in /proc, which takes a
  * microsecond a mapping, and puts zeros of its own in their place.
  *
  * Writers hold the engine's lock.

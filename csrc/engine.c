@@ -10,12 +10,7 @@ void rf_engine_init(void)
 	struct rf_engine *engine = &rf_engine;
 
 	rf_registry_init(&engine->registry);
-	rf_advisor_init(&engine->advisor, RF_OMIT, &engine->wiper, &engine->edges);
-	rf_advisor_init(&engine->wiper, RF_WIPE, &engine->advisor, &engine->edges);
-	engine->edges.omitted.pages = &engine->advisor.ranges;
-	engine->edges.omitted.gaps = &engine->advisor.gaps;
-	engine->edges.wiped.pages = &engine->wiper.ranges;
-	engine->edges.wiped.gaps = &engine->wiper.gaps;
+	rf_tracker_init(&engine->tracker);
 }
 
 void rf_clear(bool torn)
@@ -24,14 +19,11 @@ void rf_clear(bool torn)
 
 	if (torn) {
 		rf_memory_abandon(&engine->registry.slots);
-		rf_advisor_abandon(&engine->advisor);
-		rf_advisor_abandon(&engine->wiper);
+		rf_tracker_abandon(&engine->tracker);
 	}
 	rf_registry_clear(&engine->registry);
-	rf_advisor_clear(&engine->advisor);
-	rf_advisor_clear(&engine->wiper);
-	rf_edges_clear(&engine->edges);
-	rf_guards_clear(&engine->guards);
+	rf_tracker_clear(&engine->tracker);
+	rf_child_list_clear(&engine->list);
 	engine->mode_inherited = engine->mode != RF_MODE_NONE;
 	/* The parent may have been in the middle of rf_fork_init(), which does not go on here. */
 	if (!engine->mode_inherited)

@@ -2,8 +2,8 @@
 /*
  * The one engine of a process: its state, and the tables that belong to it.
  *
- *	any thread	enter > registry, advise > leave
- *	a fork		enter > fold, save > leave; the window
+ *	any thread	enter > registry, protect > leave
+ *	a fork		enter > prefork, child_list > leave; the window
  *	a child		forgets all that it has inherited
  *
  * fork.h says who may enter and how a child is noticed. What lies above the engine, as
@@ -12,13 +12,11 @@
 #ifndef RF_ENGINE_H
 #define RF_ENGINE_H
 
-#include "advise.h"
+#include "child_list.h"
 #include "descriptors.h"
-#include "edges.h"
-#include "guards.h"
 #include "lock.h"
 #include "registry.h"
-#include "wiped.h"
+#include "tracker.h"
 
 struct rf_engine {
 	struct rf_lock lock;
@@ -31,11 +29,9 @@ struct rf_engine {
 	uint32_t generation;
 	uint64_t forks, forks_unprepared;
 	struct rf_registry registry;
-	struct rf_advisor advisor, wiper;	/* of RF_OMIT, of RF_WIPE */
+	struct rf_tracker tracker;
+	struct rf_child_list list;
 	struct rf_descriptors descriptors;
-	struct rf_wiped wiped;
-	struct rf_edges edges;
-	struct rf_guards guards;
 };
 
 /* Between rf_enter() and rf_leave(), but for what is said to be atomic. */

@@ -6,6 +6,8 @@
 #include "fork.h"
 #include "hooks.h"
 #include "loader_gate.h"
+#include "marks.h"
+#include "prefork.h"
 #include "window.h"
 
 #include <errno.h>
@@ -37,25 +39,32 @@ void rf_clear_interrupted(void)
 
 	/* No handler has run: this does what it would have done. */
 	(void)rf_notice_child();
-	rf_advise_unmark_all(&engine->advisor);
-	rf_advise_unmark_all(&engine->wiper);
-	rf_wiped_keep(&engine->wiped);
+	rf_marks_clear_all(&engine->tracker);
 	rf_clear(false);
 }
 
-/* What the child of the fork under way is to get back has been saved for it. */
-static __thread bool saved __attribute__((tls_model("initial-exec")));
+/*
+ * The forks that this thread has under way: a signal handler may fork in another library's
+ * fork handler. A child has its thread's.
+ */
+static __thread struct {
+	int depth;
+	bool prepared;		/* the list is of the last of them */
+	uint64_t number;	/* of that to rf_vma_close_inherited() */
+} here __attribute__((tls_model("initial-exec")));
 
 static void prepare(void)
 {
 	struct rf_engine *engine = &rf_engine;
 	uint64_t began = rf_sys_now();
 
-	saved = false;
 	(void)rf_notice_child();
+	here.depth++;
+	here.prepared = false;
 	if (rf_has_hooks())
 		rf_hooks.prepare();
 	rf_window_open();
+	here.number = rf_vma_fork();
 	rf_loader_gate_fork();
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
 		return;
@@ -65,19 +74,15 @@ static void prepare(void)
 		 * lock that this thread has. What is not marked yet is the kernel's to copy.
 		 */
 		__atomic_add_fetch(&engine->forks_unprepared, 1, __ATOMIC_RELAXED);
-		rf_advise_unmark_all_shared(engine->advisor.kernel);
+		here.number = 0;
+		rf_marks_drop_shared(&engine->tracker);
 		return;
 	}
 	engine->forks++;
 	if (engine->mode == RF_MODE_EAGER)
-		rf_advise_count_waiting(&engine->advisor, &engine->registry);
-	rf_advise_fold(&engine->advisor, &engine->registry);
-	rf_advise_retry(&engine->wiper);
-	if (!engine->wiper.ranges.retries)
-		rf_wiped_remove_late(&engine->wiped);
-	rf_edges_save(&engine->edges);
-	saved = true;
-	rf_guards_plan(&engine->guards, &engine->edges);
+		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
+	rf_prefork(&engine->tracker, &engine->registry);
+	here.prepared = rf_child_list_make(&engine->list, &engine->tracker, 0, 0) >= 0;
 	if (rf_has_hooks())
 		rf_hooks.prepared(began);
 	rf_leave();
@@ -85,18 +90,27 @@ static void prepare(void)
 
 static void parent(void)
 {
+	struct rf_engine *engine = &rf_engine;
+
+	here.depth--;
 	rf_loader_gate_forked();
 	rf_window_shut();
+	/* As others fork, the next of them does it. */
+	if (rf_likely(!engine->list.mapped_anew) || rf_enter(RF_NOWAIT) < 0)
+		return;
+	if (!rf_window_is_open())
+		rf_child_list_trim(&engine->list);
+	rf_leave();
 }
 
 static void child(void)
 {
 	rf_unwiped = 0;
-	/* Before anything here maps memory. What is shown without it is another fork's. */
-	if (saved)
-		rf_edges_restore(&rf_engine.edges);
-	rf_guards_raise(&rf_engine.guards);
 	(void)rf_notice_child();
+	here.depth = 0;
+	/* An interrupted call goes on here, and closes what it has opened. */
+	if (!rf_lock_is_mine(&rf_engine.lock))
+		rf_vma_close_inherited(here.number);
 	if (rf_has_hooks())
 		rf_hooks.child();
 	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */
@@ -124,6 +138,13 @@ static void install(void)
 	__atomic_store_n(&engine->alive, alive, __ATOMIC_RELEASE);
 }
 
+static enum rf_child_of child_of(void)
+{
+	if (!here.depth)
+		return RF_CHILD_OF_CLONE;
+	return here.prepared ? RF_CHILD_PREPARED : RF_CHILD_UNPREPARED;
+}
+
 bool rf_become_child(void)
 {
 	struct rf_engine *engine = &rf_engine;
@@ -143,9 +164,13 @@ bool rf_become_child(void)
 		__atomic_store_n(&rf_unwiped, 1, __ATOMIC_RELEASE);
 		return true;
 	}
+	/*
+	 * Before anything here maps memory. Not only in our child handler: those of libraries
+	 * that were loaded before run first, and may call.
+	 */
+	rf_child_list_apply(&engine->list, child_of());
 	engine->generation++;
 	engine->registry.inherited = engine->registry.last_serial;
-	rf_wiped_keep(&engine->wiped);
 	rf_window_child();
 	if (rf_lock_is_mine(&engine->lock)) {
 		engine->clear_when_left = true;

@@ -9,6 +9,7 @@
 
 #define COPIES_SINCE 5012
 #define TRUSTED_SINCE 5019
+#define ROUNDS 3
 #define DEFAULT_MAX_MAP_COUNT 65530
 
 /* A file could not be opened for want of descriptors or memory: to be read again. */
@@ -89,7 +90,7 @@ static void read_huge_shifts(struct rf_kernel *kernel)
 static bool probe_procmap_query(void)
 {
 	struct rf_vma vma;
-	int fd = open_file("/proc/self/maps"), rc;
+	int fd = open_file("/proc/thread-self/maps"), rc;
 
 	if (fd < 0)
 		return false;
@@ -112,31 +113,100 @@ static bool probe_process_madvise(void)
 	return works;
 }
 
-bool rf_kernel_has_dontfork(void)
+static int protect_and_back(uintptr_t start, size_t nbytes)
+{
+	int rc = rf_sys_protect(start, nbytes, PROT_READ);
+
+	return rc < 0 ? rc : rf_sys_protect(start, nbytes, PROT_READ | PROT_WRITE);
+}
+
+static int write_behind_pipe(volatile char *memory, size_t page, const int pipe[2], bool forked)
+{
+	uintptr_t start = (uintptr_t)memory;
+	char seen = 0;
+	ssize_t rc;
+
+	rc = rf_sys_madvise(start, page, MADV_NOHUGEPAGE);
+	/* Some kernels have no huge pages that it could be part of. */
+	if (rc < 0 && rc != -EINVAL)
+		return (int)rc;
+	/* Another thread's fork would share the page. */
+	rc = forked ? 0 : rf_sys_madvise(start, page, MADV_DONTFORK);
+	if (rc < 0)
+		return (int)rc;
+	*memory = 'a';
+	rc = rf_sys_splice_page(pipe[1], (const void *)memory, 1);
+	if (rc < 0)
+		return (int)rc;
+	rc = forked ? rf_sys_fork_briefly() : protect_and_back(start, page);
+	if (rc < 0)
+		return (int)rc;
+	*memory = 'b';
+	rc = rf_sys_read(pipe[0], &seen, 1);
+	return rc < 0 ? (int)rc : seen == 'b';
+}
+
+int rf_kernel_probe(bool forked)
 {
 	size_t page = getauxval(AT_PAGESZ);
 	void *memory;
-	int rc;
+	int pipe[2], rc;
 
-	if (rf_sys_map(page, &memory) < 0)
-		return true;
-	rc = rf_sys_madvise((uintptr_t)memory, page, MADV_DONTFORK);
+	rc = rf_sys_map(page, &memory);
+	if (rc < 0)
+		return rc;
+	rc = rf_sys_pipe(pipe);
+	if (rc >= 0) {
+		rc = write_behind_pipe(memory, page, pipe, forked);
+		rf_sys_close(pipe[0]);
+		rf_sys_close(pipe[1]);
+	}
 	rf_sys_unmap(memory, page);
-	return rc != -EINVAL;
+	return rc;
 }
 
-static void read_kernel(struct rf_kernel *kernel)
+/*
+ * Does it remember which pages are exclusive? The rounds without a child come first: where
+ * they say no, as on every mainline kernel from 5.12 to 5.18, no child is made.
+ */
+static int has_exclusive_pages(void)
 {
-	unsigned int version;
-	int copies;
+	unsigned int round;
+	int rc;
 
-	memset(kernel, 0, sizeof(*kernel));
-	rf_sys_release(kernel->release, sizeof(kernel->release));
-	version = rf_kernel_parse_version(kernel->release);
-	copies = rf_sys_rdma_copy_on_fork();
+	for (round = 0; round < 2 * ROUNDS; round++) {
+		bool forked = round >= ROUNDS;
+
+		rc = rf_kernel_probe(forked);
+		if (rc < 0)
+			return rc;
+		if (rc != (forked ? 0 : 1))
+			return 0;
+	}
+	return 1;
+}
+
+void rf_kernel_judge(struct rf_kernel *kernel, int copies)
+{
+	unsigned int version = rf_kernel_parse_version(kernel->release);
+	int exclusive;
+
 	kernel->copy_how = copies >= 0 ? RF_HOW_NETLINK : RF_HOW_VERSION;
 	kernel->copy_on_fork = copies >= 0 ? copies : version >= COPIES_SINCE;
+	kernel->trust_how = kernel->copy_on_fork ? RF_HOW_VERSION : kernel->copy_how;
 	kernel->copy_trusted = kernel->copy_on_fork && version >= TRUSTED_SINCE;
+	if (copies <= 0 || version < COPIES_SINCE || version >= TRUSTED_SINCE)
+		return;
+	exclusive = has_exclusive_pages();
+	if (exclusive < 0)
+		return;
+	kernel->copy_trusted = exclusive;
+	kernel->trust_how = RF_HOW_PROBE;
+}
+
+static void read_abilities(struct rf_kernel *kernel)
+{
+	memset(kernel->huge_shifts, 0, sizeof(kernel->huge_shifts));
 	kernel->page_size = (uint32_t)getauxval(AT_PAGESZ);
 	kernel->max_map_count = read_max_map_count();
 	kernel->procmap_query = probe_procmap_query();
@@ -144,15 +214,46 @@ static void read_kernel(struct rf_kernel *kernel)
 	read_huge_shifts(kernel);
 }
 
+/* @found: the trust as it was judged. @kernel has the one in force. */
+static struct rf_kernel kernel;
+static struct {
+	bool judged;
+	uint8_t trusted, how;
+} found;
+
+/* Never judged anew, as mode and marks follow from it. */
+static void judge_once(void)
+{
+	if (found.judged)
+		return;
+	rf_sys_release(kernel.release, sizeof(kernel.release));
+	rf_kernel_judge(&kernel, rf_sys_rdma_copy_on_fork());
+	found.trusted = kernel.copy_trusted;
+	found.how = kernel.trust_how;
+	found.judged = true;
+}
+
 const struct rf_kernel *rf_kernel(void)
 {
-	static struct rf_kernel kernel;
 	static bool known;
 
 	if (rf_unlikely(!known)) {
+		judge_once();
 		unsure = false;
-		read_kernel(&kernel);
+		read_abilities(&kernel);
 		known = !unsure;
 	}
 	return &kernel;
+}
+
+bool rf_kernel_would_trust(bool distrusted)
+{
+	(void)rf_kernel();
+	return found.trusted && !distrusted;
+}
+
+void rf_kernel_distrust(bool distrusted)
+{
+	kernel.copy_trusted = rf_kernel_would_trust(distrusted);
+	kernel.trust_how = found.trusted && distrusted ? RF_HOW_ENVIRONMENT : found.how;
 }

@@ -7,7 +7,10 @@
  *	5.19 on		copied, and trusted
  *
  * RDMA netlink says whether the kernel copies (distributions have ported that to
- * older versions), nobody but the version says whether the race is gone.
+ * older versions). The race is gone where the kernel remembers which anonymous pages
+ * are exclusive to a process: since 5.19, or where a distribution has ported that too,
+ * which the behaviour of a page shows. Trust is one fact, found once and in force from
+ * rf_fork_init() on; the engine asks for nothing else about the kernel's copying.
  */
 #ifndef RF_KERNEL_H
 #define RF_KERNEL_H
@@ -16,11 +19,36 @@
 
 #include <stdbool.h>
 
-/* Read at the first call that can read it all. The engine's lock is held. */
+/*
+ * Its copying is judged at the first call; the rest is read at the first call that can
+ * read it all. The engine's lock is held, here and below.
+ */
 const struct rf_kernel *rf_kernel(void);
 
-/* Does madvise() know MADV_DONTFORK? Asked of the kernel at each call. */
-bool rf_kernel_has_dontfork(void);
+/* Would its copying be trusted? In force is what was last said with rf_kernel_distrust(). */
+bool rf_kernel_would_trust(bool distrusted);
+
+/* From here on: @distrusted, whatever the kernel is, or as it was judged. */
+void rf_kernel_distrust(bool distrusted);
+
+/*
+ * Fill in what @kernel, of that release, does at fork(). @copies: what
+ * rf_sys_rdma_copy_on_fork() has returned.
+ */
+void rf_kernel_judge(struct rf_kernel *kernel, int copies);
+
+/*
+ * A page is written to that a pipe refers to. 1: the pipe sees what was written, as the
+ * page stayed the process's own; 0: it does not, as the process got a copy; or why that
+ * cannot be found out. Between, the page is protected from writing for a moment, or with
+ * @forked, a child is made and is gone.
+ *
+ *	the kernel looks at		protected	@forked
+ *	exclusive pages (5.19)		1		0
+ *	references (5.9)		0		0
+ *	mappings (before)		1		1
+ */
+int rf_kernel_probe(bool forked);
 
 /* Log2 of the smallest huge page, 0 if there are none. */
 static inline unsigned int rf_kernel_huge_shift(const struct rf_kernel *kernel)

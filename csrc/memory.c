@@ -10,6 +10,7 @@ int rf_memory_grow(struct rf_memory *memory, uint32_t count)
 {
 	size_t needed = (size_t)count * memory->item_size;
 	size_t mapped = memory->mapped ? memory->mapped : FIRST_BYTES;
+	const uint32_t before = memory->capacity;
 	void *items;
 	int rc;
 
@@ -17,14 +18,20 @@ int rf_memory_grow(struct rf_memory *memory, uint32_t count)
 		return 0;
 	while (mapped < needed)
 		mapped *= 2;
+	/* A signal handler that interrupts this sees that the items may be nowhere. */
+	memory->capacity = 0;
+	__atomic_signal_fence(__ATOMIC_SEQ_CST);
 	if (memory->items)
 		rc = rf_sys_remap(memory->items, memory->mapped, mapped, &items);
 	else
 		rc = rf_sys_map(mapped, &items);
-	if (rc < 0)
+	if (rc < 0) {
+		memory->capacity = before;
 		return -ENOMEM;
+	}
 	memory->items = items;
 	memory->mapped = mapped;
+	__atomic_signal_fence(__ATOMIC_SEQ_CST);
 	memory->capacity = (uint32_t)(mapped / memory->item_size);
 	return 0;
 }

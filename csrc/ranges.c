@@ -1,7 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-#include "ranges_internal.h"
+#include "ranges.h"
 
 #include <errno.h>
+#include <stddef.h>
+#include <string.h>
+
+/* What one step of a change may make of the ranges it replaces. */
+#define PIECES 8
+/* Of one range that is cut at both ends, and what follows it. */
+#define PIECES_OF_ONE 4
 
 void rf_ranges_init(struct rf_ranges *ranges)
 {
@@ -14,11 +21,13 @@ void rf_ranges_clear(struct rf_ranges *ranges)
 {
 	struct rf_memory leaves = ranges->leaves, directory = ranges->directory;
 	uint32_t capacity = ranges->capacity;
+	uint64_t version = ranges->version;
 
 	memset(ranges, 0, sizeof(*ranges));
 	ranges->leaves = leaves;
 	ranges->directory = directory;
 	ranges->capacity = capacity;
+	ranges->version = version + 1;
 }
 
 void rf_ranges_abandon(struct rf_ranges *ranges)
@@ -40,6 +49,18 @@ int rf_ranges_grow(struct rf_ranges *ranges, uint32_t count)
 		return -ENOMEM;
 	ranges->capacity = count;
 	return 0;
+}
+
+/* ---- Reading ---- */
+
+static inline struct rf_leaf_entry *directory_of(const struct rf_ranges *ranges)
+{
+	return ranges->directory.items;
+}
+
+static inline struct rf_leaf *leaf_at(const struct rf_ranges *ranges, uint32_t entry)
+{
+	return (struct rf_leaf *)ranges->leaves.items + directory_of(ranges)[entry].leaf;
 }
 
 struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address)
@@ -78,9 +99,9 @@ struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t addres
 	return cursor;
 }
 
-struct rf_range *rf_ranges_at(const struct rf_ranges *ranges, struct rf_cursor cursor)
+const struct rf_range *rf_ranges_at(const struct rf_ranges *ranges, struct rf_cursor cursor)
 {
-	struct rf_leaf *leaf;
+	const struct rf_leaf *leaf;
 
 	if (cursor.entry >= ranges->leaf_count)
 		return NULL;
@@ -88,7 +109,7 @@ struct rf_range *rf_ranges_at(const struct rf_ranges *ranges, struct rf_cursor c
 	return cursor.item < leaf->used ? &leaf->ranges[cursor.item] : NULL;
 }
 
-struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor)
+const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor)
 {
 	cursor->item++;
 	if (cursor->item >= leaf_at(ranges, cursor->entry)->used &&
@@ -99,15 +120,28 @@ struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor
 	return rf_ranges_at(ranges, *cursor);
 }
 
-struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t address)
+const struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t address)
 {
-	struct rf_range *range = rf_ranges_at(ranges, rf_ranges_seek(ranges, address));
+	const struct rf_range *range = rf_ranges_at(ranges, rf_ranges_seek(ranges, address));
 
 	return range && range->start <= address ? range : NULL;
 }
 
-static uint32_t leaf_take(struct rf_ranges *ranges)
+/* ---- Leaves ---- */
+
+static inline bool is_alike(const struct rf_range *left, const struct rf_range *right)
 {
+	/* All that is not its bytes, in one comparison. */
+	const size_t at = offsetof(struct rf_range, counts);
+
+	return left->end == right->start &&
+	       !memcmp((const char *)left + at, (const char *)right + at, sizeof(*left) - at);
+}
+
+/* An empty leaf at @entry of the directory, for what begins at @first. */
+static void leaf_insert(struct rf_ranges *ranges, uint32_t entry, uintptr_t first)
+{
+	struct rf_leaf_entry *directory = directory_of(ranges);
 	struct rf_leaf *leaves = ranges->leaves.items;
 	uint32_t index = ranges->free_leaf;
 
@@ -118,18 +152,12 @@ static uint32_t leaf_take(struct rf_ranges *ranges)
 		RF_ASSERT(index < ranges->leaves.capacity);
 	}
 	leaves[index].used = 0;
-	return index;
-}
-
-void rf_leaf_insert(struct rf_ranges *ranges, uint32_t entry)
-{
-	struct rf_leaf_entry *directory = directory_of(ranges);
-
 	RF_ASSERT(ranges->leaf_count < ranges->directory.capacity);
 	memmove(directory + entry + 1, directory + entry,
 		(ranges->leaf_count - entry) * sizeof(*directory));
 	ranges->leaf_count++;
-	directory[entry].leaf = leaf_take(ranges);
+	directory[entry].leaf = index;
+	directory[entry].first = first;
 }
 
 static void leaf_remove(struct rf_ranges *ranges, uint32_t entry)
@@ -143,318 +171,403 @@ static void leaf_remove(struct rf_ranges *ranges, uint32_t entry)
 		(ranges->leaf_count - entry) * sizeof(*directory));
 }
 
-/* Split a full leaf where @cursor wants to insert, and follow with the cursor. */
-static void leaf_split(struct rf_ranges *ranges, struct rf_cursor *cursor)
-{
-	bool appending = cursor->entry + 1 == ranges->leaf_count && cursor->item == RF_LEAF_RANGES;
-	uint32_t keep = appending ? RF_LEAF_RANGES : RF_LEAF_RANGES / 2 + 1;
-	struct rf_leaf *left, *right;
-
-	rf_leaf_insert(ranges, cursor->entry + 1);
-	left = leaf_at(ranges, cursor->entry);
-	right = leaf_at(ranges, cursor->entry + 1);
-	right->used = left->used - keep;
-	memcpy(right->ranges, left->ranges + keep, right->used * sizeof(*right->ranges));
-	left->used = keep;
-	if (right->used)
-		directory_of(ranges)[cursor->entry + 1].first = right->ranges[0].start;
-	if (cursor->item > keep || appending) {
-		cursor->item -= keep;
-		cursor->entry++;
-	}
-}
-
-/*
- * Room for what goes before a full leaf: behind the leaf before it, or, lest those
- * who register downwards leave every leaf half full, in a leaf of its own.
- */
-static void make_room_before(struct rf_ranges *ranges, struct rf_cursor *cursor)
-{
-	/* A cut has moved its first start, and counts on the insertion to say so. */
-	directory_of(ranges)[cursor->entry].first = leaf_at(ranges, cursor->entry)->ranges[0].start;
-	if (cursor->entry && leaf_at(ranges, cursor->entry - 1)->used < RF_LEAF_RANGES) {
-		cursor->entry--;
-		cursor->item = leaf_at(ranges, cursor->entry)->used;
-		return;
-	}
-	rf_leaf_insert(ranges, cursor->entry);
-}
-
-/* Insert before @cursor; it then points to the new range. */
-static void insert(struct rf_ranges *ranges, struct rf_cursor *cursor, struct rf_range range)
-{
-	struct rf_leaf *leaf;
-
-	RF_ASSERT(ranges->count < ranges->capacity);
-	if (!ranges->leaf_count)
-		rf_leaf_insert(ranges, 0);
-	leaf = leaf_at(ranges, cursor->entry);
-	if (leaf->used == RF_LEAF_RANGES) {
-		if (cursor->item)
-			leaf_split(ranges, cursor);
-		else
-			make_room_before(ranges, cursor);
-		leaf = leaf_at(ranges, cursor->entry);
-	}
-	memmove(leaf->ranges + cursor->item + 1, leaf->ranges + cursor->item,
-		(leaf->used - cursor->item) * sizeof(range));
-	leaf->ranges[cursor->item] = range;
-	leaf->used++;
-	ranges->count++;
-	if (!cursor->item)
-		directory_of(ranges)[cursor->entry].first = range.start;
-}
-
-/* Append the leaf after @entry to it and drop that one. */
+/* Append the leaf after @entry to it and drop that one, if together they are few. */
 static void leaf_join(struct rf_ranges *ranges, uint32_t entry)
 {
-	struct rf_leaf *left = leaf_at(ranges, entry), *right = leaf_at(ranges, entry + 1);
+	struct rf_leaf *left, *right;
+	uint32_t skipped;
 
-	memcpy(left->ranges + left->used, right->ranges, right->used * sizeof(*right->ranges));
-	left->used += right->used;
+	if (entry + 1 >= ranges->leaf_count)
+		return;
+	left = leaf_at(ranges, entry);
+	right = leaf_at(ranges, entry + 1);
+	if (left->used + right->used > RF_LEAF_JOIN)
+		return;
+	skipped = is_alike(&left->ranges[left->used - 1], &right->ranges[0]);
+	if (skipped) {
+		left->ranges[left->used - 1].end = right->ranges[0].end;
+		ranges->count--;
+	}
+	memcpy(left->ranges + left->used, right->ranges + skipped,
+	       (right->used - skipped) * sizeof(*right->ranges));
+	left->used += right->used - skipped;
 	leaf_remove(ranges, entry + 1);
 }
 
-/* An only leaf stays, empty or not: registrations come again. */
-void rf_leaf_shrunk(struct rf_ranges *ranges, struct rf_cursor *cursor)
+/* Few ranges are in it. An only leaf stays, empty or not: registrations come again. */
+static void leaf_shrunk(struct rf_ranges *ranges, uint32_t entry)
 {
-	uint32_t entry = cursor->entry, used = leaf_at(ranges, entry)->used;
-
 	if (ranges->leaf_count == 1)
 		return;
-	if (!used) {
+	if (!leaf_at(ranges, entry)->used) {
 		leaf_remove(ranges, entry);
-		return;
+		if (!entry)
+			return;
+		entry--;
 	}
-	if (entry + 1 < ranges->leaf_count &&
-	    used + leaf_at(ranges, entry + 1)->used <= RF_LEAF_JOIN) {
-		leaf_join(ranges, entry);
-		used = leaf_at(ranges, entry)->used;
-	}
-	if (entry && used + leaf_at(ranges, entry - 1)->used <= RF_LEAF_JOIN) {
-		cursor->entry--;
-		cursor->item += leaf_at(ranges, entry - 1)->used;
+	leaf_join(ranges, entry);
+	if (entry)
 		leaf_join(ranges, entry - 1);
-	}
-	if (cursor->item >= leaf_at(ranges, cursor->entry)->used &&
-	    cursor->entry + 1 < ranges->leaf_count) {
-		cursor->entry++;
-		cursor->item = 0;
-	}
 }
 
-/* Remove the range at @cursor, which then points to the one after it. */
-static void erase(struct rf_ranges *ranges, struct rf_cursor *cursor)
+/*
+ * The leaf of @cursor has no room for what is to be at @address. One that grows at an end
+ * keeps all it has, or registrations in order of address would leave every leaf half full.
+ */
+static void make_room(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t address)
 {
-	struct rf_leaf *leaf = leaf_at(ranges, cursor->entry);
+	struct rf_leaf *left = leaf_at(ranges, cursor.entry), *right;
+	uint32_t keep = left->used / 2 + 1;
 
-	leaf->used--;
-	ranges->count--;
-	memmove(leaf->ranges + cursor->item, leaf->ranges + cursor->item + 1,
-		(leaf->used - cursor->item) * sizeof(*leaf->ranges));
-	if (!cursor->item && leaf->used)
-		directory_of(ranges)[cursor->entry].first = leaf->ranges[0].start;
-	rf_leaf_shrunk(ranges, cursor);
-}
-
-void rf_ranges_cut(struct rf_ranges *ranges, uintptr_t address)
-{
-	struct rf_cursor cursor = rf_ranges_seek(ranges, address);
-	struct rf_range *range = rf_ranges_at(ranges, cursor), left;
-
-	if (!range || range->start >= address)
+	if (left->ranges[0].start > address) {
+		leaf_insert(ranges, cursor.entry, address);
 		return;
-	left = *range;
-	left.end = address;
-	range->start = address;
-	/* Its leaf's first start, if it was that, is put back by the insertion. */
-	insert(ranges, &cursor, left);
-	if (left.flags & RF_RANGE_RETRY)
-		ranges->retries++;
+	}
+	if (left->ranges[left->used - 1].end <= address) {
+		leaf_insert(ranges, cursor.entry + 1, address);
+		return;
+	}
+	leaf_insert(ranges, cursor.entry + 1, left->ranges[keep].start);
+	right = leaf_at(ranges, cursor.entry + 1);
+	right->used = left->used - keep;
+	memcpy(right->ranges, left->ranges + keep, right->used * sizeof(*right->ranges));
+	left->used = keep;
 }
 
-/* Released, but marked still: its memory may be another's by now. */
-static void revive(struct rf_ranges *ranges, struct rf_range *range)
+/* ---- Changes ---- */
+
+/* The ranges [first, first + replaced) of one leaf become the pieces. */
+struct step {
+	struct rf_cursor first;
+	struct rf_leaf *leaf;
+	uint32_t replaced, count;
+	bool remarked;		/* the mark of some page changes */
+	struct rf_range pieces[PIECES];
+};
+
+/* Append @range, joined with what is before it where they are alike. */
+static inline void put(struct step *step, const struct rf_range *range)
 {
-	ranges->retries -= !!(range->flags & RF_RANGE_RETRY);
-	range->flags = RF_RANGE_DOUBT;
-	range->nature = RF_NATURE_UNASKED;
+	struct rf_range *last = step->pieces + step->count - 1;
+
+	if (step->count && is_alike(last, range))
+		last->end = range->end;
+	else
+		step->pieces[step->count++] = *range;
 }
 
-void rf_ranges_add(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, uint8_t flags)
+static inline void put_part(struct step *step, const struct rf_range *range, uintptr_t start,
+			    uintptr_t end)
 {
-	struct rf_range fresh = { .count = 1, .flags = flags }, *range;
-	struct rf_cursor cursor;
-	uintptr_t at = start;
+	struct rf_range part = *range;
 
-	RF_ASSERT(start < end);
-	rf_ranges_cut(ranges, start);
-	rf_ranges_cut(ranges, end);
-	cursor = rf_ranges_seek(ranges, start);
-	while (at < end) {
-		range = rf_ranges_at(ranges, cursor);
-		if (range && range->start == at) {
-			if (!range->count)
-				revive(ranges, range);
-			range->count++;
-			range->flags |= flags;
-			if (range->flags & RF_RANGE_DOUBT)
-				range->nature = RF_NATURE_UNASKED;
-			at = range->end;
-		} else {
-			fresh.start = at;
-			fresh.end = range && range->start < end ? range->start : end;
-			at = fresh.end;
-			insert(ranges, &cursor, fresh);
-		}
-		rf_ranges_next(ranges, &cursor);
+	part.start = start;
+	part.end = end;
+	put(step, &part);
+}
+
+/* [@start, @end) is not in the list yet. */
+static inline void put_new(struct step *step, const struct rf_change *change, uintptr_t start,
+			   uintptr_t end)
+{
+	struct rf_range piece = { .start = start, .end = end, .flags = change->set };
+
+	if (change->count <= 0)
+		return;
+	piece.counts[change->finds] = 1;
+	if (change->remark) {
+		piece.mark = change->mark;
+		step->remarked = true;
+	}
+	put(step, &piece);
+}
+
+/* Counted once more. Released but marked still: its memory may be another's by now. */
+static inline void count_more(struct rf_range *piece, const struct rf_change *change)
+{
+	uint8_t set = change->set;
+
+	if (rf_unlikely(!rf_range_is_counted(piece))) {
+		piece->flags = RF_RANGE_DOUBT;
+		piece->nature = RF_NATURE_UNASKED;
+		piece->tries = 0;
+	}
+	piece->counts[change->finds]++;
+	/* A mark that is sure to be there need not be made again. */
+	if (piece->mark && !(piece->flags & RF_RANGE_DOUBT))
+		set &= (uint8_t)~RF_RANGE_DUE;
+	piece->flags |= set;
+	if (piece->flags & RF_RANGE_DOUBT)
+		piece->nature = RF_NATURE_UNASKED;
+	if (change->remark && !piece->mark && rf_range_wants_mark(piece)) {
+		piece->mark = change->mark;
+		piece->flags &= (uint8_t)~RF_RANGE_DUE;
 	}
 }
 
-void rf_ranges_sub(struct rf_ranges *ranges, uintptr_t start, uintptr_t end)
+static inline void count_less(struct rf_range *piece, const struct rf_change *change)
 {
-	struct rf_cursor cursor;
-	struct rf_range *range;
+	RF_ASSERT(piece->counts[change->finds]);
+	piece->counts[change->finds]--;
+	if (rf_range_is_counted(piece))
+		return;
+	piece->flags &= (uint8_t)~(RF_RANGE_DOUBT | RF_RANGE_DUE);
+	if (change->remark)
+		piece->mark = change->mark;
+}
 
-	rf_ranges_cut(ranges, start);
-	rf_ranges_cut(ranges, end);
-	cursor = rf_ranges_seek(ranges, start);
-	for (range = rf_ranges_at(ranges, cursor); range && range->start < end;
-	     range = rf_ranges_next(ranges, &cursor)) {
-		RF_ASSERT(range->count);
-		range->count--;
-		if (!range->count)
-			range->flags &= (uint8_t)~(RF_RANGE_DOUBT | RF_RANGE_DUE);
+static inline void change_piece(struct rf_range *piece, const struct rf_change *change)
+{
+	if (change->count > 0) {
+		count_more(piece, change);
+		return;
 	}
-}
-
-void rf_ranges_set_mark(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, bool mark)
-{
-	struct rf_cursor cursor = rf_ranges_seek(ranges, start ? start - 1 : 0);
-	struct rf_range *range = rf_ranges_at(ranges, cursor);
-	bool outside = false, before;
-
-	ranges->marks++;
-	if (range && range->start < start) {
-		outside = range->mark && range->end == start;
-		range = rf_ranges_next(ranges, &cursor);
+	if (change->count < 0) {
+		count_less(piece, change);
+		return;
 	}
-	before = outside;
-	/* Edges as they were go, those as they will be come: at both ends at most. */
-	for (; range && range->start < end; range = rf_ranges_next(ranges, &cursor)) {
-		RF_ASSERT(range->start >= start && range->end <= end);
-		ranges->mark_edges -= before != range->mark;
-		before = range->mark;
-		if (before && !mark)
-			ranges->marked_bytes -= range->end - range->start;
-		else if (!before && mark)
-			ranges->marked_bytes += range->end - range->start;
-		range->mark = mark;
+	piece->flags = (uint8_t)((piece->flags | change->set) & ~change->clear);
+	if (rf_unlikely(change->tried) && ++piece->tries == RF_RANGE_TRIES)
+		piece->flags = (uint8_t)((piece->flags | RF_RANGE_STUCK) & ~RF_RANGE_RETRY);
+	if (change->remark) {
+		piece->mark = change->mark;
+		piece->tries = 0;
 	}
-	ranges->mark_edges += outside != mark;
-	outside = range && range->mark && range->start == end;
-	ranges->mark_edges -= before != outside;
-	ranges->mark_edges += mark != outside;
+	if (change->rename)
+		piece->nature = change->nature;
 }
 
-void rf_ranges_set_nature(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
-			  enum rf_nature nature)
+/* All of @range, of which [@start, @end) changes. */
+static inline void put_changed(struct step *step, const struct rf_range *range,
+			       const struct rf_change *change, uintptr_t start, uintptr_t end)
 {
-	struct rf_cursor cursor;
-	struct rf_range *range;
+	struct rf_range piece = *range;
 
-	rf_ranges_cut(ranges, start);
-	rf_ranges_cut(ranges, end);
-	cursor = rf_ranges_seek(ranges, start);
-	for (range = rf_ranges_at(ranges, cursor); range && range->start < end;
-	     range = rf_ranges_next(ranges, &cursor))
-		range->nature = (uint8_t)nature;
+	if (range->start < start)
+		put_part(step, range, range->start, start);
+	piece.start = start;
+	piece.end = end;
+	change_piece(&piece, change);
+	step->remarked |= piece.mark != range->mark;
+	if (piece.mark || rf_range_is_counted(&piece))
+		put(step, &piece);
+	if (range->end > end)
+		put_part(step, range, end, range->end);
 }
 
-void rf_ranges_set_flags(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, uint8_t set,
-			 uint8_t clear)
+/* How often the mark changes from one address to the next, in [@range, @last) and around it. */
+static uint32_t count_edges(const struct rf_range *range, const struct rf_range *last,
+			    const struct rf_range *before, const struct rf_range *after)
 {
-	struct rf_cursor cursor = rf_ranges_seek(ranges, start);
-	struct rf_range *range;
+	uintptr_t end = before ? before->end : 0;
+	uint8_t mark = before ? before->mark : RF_MARK_NONE;
+	uint32_t edges = 0;
 
-	for (range = rf_ranges_at(ranges, cursor); range && range->start < end;
-	     range = rf_ranges_next(ranges, &cursor)) {
-		RF_ASSERT(range->start >= start && range->end <= end);
-		ranges->retries -= !!(range->flags & RF_RANGE_RETRY);
-		range->flags = (uint8_t)((range->flags | set) & ~clear);
-		ranges->retries += !!(range->flags & RF_RANGE_RETRY);
+	for (; range < last; range++) {
+		if (range->start == end)
+			edges += mark != range->mark;
+		else
+			edges += (mark != RF_MARK_NONE) + (range->mark != RF_MARK_NONE);
+		mark = range->mark;
+		end = range->end;
 	}
+	if (after && after->start == end)
+		return edges + (mark != after->mark);
+	return edges + (mark != RF_MARK_NONE) + (after && after->mark != RF_MARK_NONE);
 }
 
-static bool is_empty(const struct rf_range *range)
+static uint64_t count_bytes(const struct rf_range *range, const struct rf_range *last)
 {
-	return !range->count && !range->mark;
+	uint64_t bytes = 0;
+
+	for (; range < last; range++)
+		bytes += range->mark ? range->end - range->start : 0;
+	return bytes;
 }
 
-void rf_ranges_tidy(struct rf_ranges *ranges, uintptr_t start, uintptr_t end)
+/* The ranges before and after those of @step; NULL: none. */
+static struct rf_range *range_before(const struct rf_ranges *ranges, const struct step *step)
 {
-	struct rf_cursor cursor = rf_ranges_seek(ranges, start ? start - 1 : 0), next;
-	struct rf_range *range, *after;
-	uintptr_t joined;
+	struct rf_leaf *leaf = step->leaf;
 
-	while ((range = rf_ranges_at(ranges, cursor)) && range->start <= end) {
-		range->flags &= (uint8_t)~RF_RANGE_FRESH;
-		if (is_empty(range)) {
-			ranges->retries -= !!(range->flags & RF_RANGE_RETRY);
-			erase(ranges, &cursor);
-			continue;
-		}
-		next = cursor;
-		after = rf_ranges_next(ranges, &next);
+	if (step->first.item)
+		return &leaf->ranges[step->first.item - 1];
+	if (!step->first.entry)
+		return NULL;
+	leaf = leaf_at(ranges, step->first.entry - 1);
+	return &leaf->ranges[leaf->used - 1];
+}
+
+static struct rf_range *range_after(const struct rf_ranges *ranges, const struct step *step)
+{
+	const uint32_t item = step->first.item + step->replaced;
+
+	if (item < step->leaf->used)
+		return &step->leaf->ranges[item];
+	if (step->first.entry + 1 >= ranges->leaf_count)
+		return NULL;
+	return &leaf_at(ranges, step->first.entry + 1)->ranges[0];
+}
+
+static void count_marks(struct rf_ranges *ranges, const struct step *step)
+{
+	const struct rf_range *old = step->leaf->ranges + step->first.item;
+	const struct rf_range *before = range_before(ranges, step);
+	const struct rf_range *after = range_after(ranges, step);
+
+	ranges->mark_edges -= count_edges(old, old + step->replaced, before, after);
+	ranges->marked_bytes -= count_bytes(old, old + step->replaced);
+	old = step->pieces;
+	ranges->mark_edges += count_edges(old, old + step->count, before, after);
+	ranges->marked_bytes += count_bytes(old, old + step->count);
+}
+
+/* Put the pieces in the place of what they replace. */
+static inline void commit(struct rf_ranges *ranges, const struct step *step)
+{
+	struct rf_leaf *leaf = step->leaf;
+	const uint32_t item = step->first.item;
+	struct rf_range *at = leaf->ranges + item;
+	uint32_t i, more, after = leaf->used - item - step->replaced;
+
+	if (step->remarked)
+		count_marks(ranges, step);
+	more = step->count - step->replaced;
+	if (more) {
 		if (after)
-			after->flags &= (uint8_t)~RF_RANGE_FRESH;
-		if (!after || !is_same(range, after)) {
-			cursor = next;
+			memmove(at + step->count, at + step->replaced, after * sizeof(*at));
+		leaf->used += more;
+		ranges->count += more;
+	}
+	for (i = 0; i < step->count; i++)
+		at[i] = step->pieces[i];
+	if (!item && leaf->used)
+		directory_of(ranges)[step->first.entry].first = leaf->ranges[0].start;
+	if (step->count < step->replaced)
+		leaf_shrunk(ranges, step->first.entry);
+}
+
+/*
+ * Plan what becomes of [@at, @end) as far as one leaf and one step go; returns how far
+ * that is. Nothing has changed yet.
+ */
+static inline uintptr_t plan(const struct rf_ranges *ranges, uintptr_t at, uintptr_t end,
+			     const struct rf_change *change, struct step *step)
+{
+	struct rf_cursor cursor = rf_ranges_seek(ranges, at);
+	const struct rf_range *range, *last;
+	uintptr_t stop;
+
+	step->count = 0;
+	step->remarked = false;
+	step->leaf = leaf_at(ranges, cursor.entry);
+	/* What goes between two leaves goes behind the first, if that has room. */
+	if (rf_unlikely(!cursor.item) && cursor.entry && step->leaf->used &&
+	    step->leaf->ranges[0].start > at &&
+	    leaf_at(ranges, cursor.entry - 1)->used < RF_LEAF_RANGES) {
+		step->leaf = leaf_at(ranges, --cursor.entry);
+		cursor.item = step->leaf->used;
+	}
+	range = step->leaf->ranges + cursor.item;
+	last = step->leaf->ranges + step->leaf->used;
+	if (cursor.item && range[-1].end == at) {
+		put(step, range - 1);
+		cursor.item--;
+	}
+	step->first = cursor;
+	while (at < end && step->count <= PIECES - PIECES_OF_ONE) {
+		if (range < last && range->start <= at) {
+			stop = range->end < end ? range->end : end;
+			put_changed(step, range++, change, at, stop);
+		} else if (range < last) {
+			stop = range->start < end ? range->start : end;
+			put_new(step, change, at, stop);
+		} else {
+			stop = end;
+			if (cursor.entry + 1 < ranges->leaf_count &&
+			    directory_of(ranges)[cursor.entry + 1].first < end)
+				stop = directory_of(ranges)[cursor.entry + 1].first;
+			/* What the next leaf begins with is another step's. */
+			if (stop == at)
+				break;
+			put_new(step, change, at, stop);
+		}
+		at = stop;
+	}
+	if (at == end && range < last && range->start == end)
+		put(step, range++);
+	step->replaced = (uint32_t)(range - step->leaf->ranges) - cursor.item;
+	return at;
+}
+
+void rf_ranges_change(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
+		      const struct rf_change *change)
+{
+	uintptr_t stop;
+	struct step step;
+
+	RF_ASSERT(start <= end);
+	ranges->version++;
+	ranges->retry |= change->set & RF_RANGE_RETRY;
+	if (rf_unlikely(!ranges->leaf_count))
+		leaf_insert(ranges, 0, start);
+	while (start < end) {
+		stop = plan(ranges, start, end, change, &step);
+		if (rf_unlikely(step.leaf->used + step.count - step.replaced > RF_LEAF_RANGES)) {
+			make_room(ranges, step.first, start);
 			continue;
 		}
-		ranges->retries -= !!(range->flags & RF_RANGE_RETRY);
-		joined = range->start;
-		erase(ranges, &cursor);
-		after = rf_ranges_at(ranges, cursor);
-		after->start = joined;
-		if (!cursor.item)
-			directory_of(ranges)[cursor.entry].first = joined;
+		commit(ranges, &step);
+		start = stop;
+	}
+	RF_ASSERT(ranges->count <= ranges->capacity);
+}
+
+static void check_leaves(const struct rf_ranges *ranges)
+{
+	uint32_t entry;
+
+	for (entry = 0; entry < ranges->leaf_count; entry++) {
+		const struct rf_leaf *leaf = leaf_at(ranges, entry);
+
+		RF_ASSERT(leaf->used || ranges->leaf_count == 1);
+		if (leaf->used)
+			RF_ASSERT(directory_of(ranges)[entry].first == leaf->ranges[0].start);
+		RF_ASSERT(!entry ||
+			  leaf->used + leaf_at(ranges, entry - 1)->used > RF_LEAF_RANGES / 2);
+		(void)leaf;
 	}
 }
 
 void rf_ranges_check(const struct rf_ranges *ranges)
 {
 	struct rf_cursor cursor = { 0, 0 };
-	uint32_t entry, count = 0, edges = 0, retries = 0;
+	const struct rf_range *range, *before = NULL;
+	uint32_t count = 0, edges = 0;
 	uint64_t bytes = 0;
-	struct rf_range *range, *before = NULL;
+	bool retry = false;
+	uint8_t mark = RF_MARK_NONE;
 
-	for (entry = 0; entry < ranges->leaf_count; entry++) {
-		RF_ASSERT(leaf_at(ranges, entry)->used || ranges->leaf_count == 1);
-		if (leaf_at(ranges, entry)->used)
-			RF_ASSERT(directory_of(ranges)[entry].first ==
-				  leaf_at(ranges, entry)->ranges[0].start);
-		RF_ASSERT(!entry || leaf_at(ranges, entry)->used +
-						    leaf_at(ranges, entry - 1)->used >
-					    RF_LEAF_RANGES / 2);
-	}
+	check_leaves(ranges);
 	for (range = rf_ranges_at(ranges, cursor); range;
 	     before = range, range = rf_ranges_next(ranges, &cursor)) {
 		RF_ASSERT(range->start < range->end);
 		RF_ASSERT(!before || before->end <= range->start);
-		RF_ASSERT(!before || !is_same(before, range));
-		RF_ASSERT(!is_empty(range));
-		RF_ASSERT(!(range->flags & RF_RANGE_FRESH));
+		RF_ASSERT(!before || !cursor.item || !is_alike(before, range));
+		RF_ASSERT(range->mark || rf_range_is_counted(range));
 		count++;
-		retries += !!(range->flags & RF_RANGE_RETRY);
-		if (!range->mark)
-			continue;
-		bytes += range->end - range->start;
-		edges += before && before->mark && before->end == range->start ? 0 : 2;
+		retry |= !!(range->flags & RF_RANGE_RETRY);
+		if (before && before->end == range->start)
+			edges += mark != range->mark;
+		else
+			edges += (mark != RF_MARK_NONE) + (range->mark != RF_MARK_NONE);
+		mark = range->mark;
+		bytes += mark ? range->end - range->start : 0;
 	}
+	edges += mark != RF_MARK_NONE;
 	RF_ASSERT(count == ranges->count);
 	RF_ASSERT(edges == ranges->mark_edges);
 	RF_ASSERT(bytes == ranges->marked_bytes);
-	RF_ASSERT(retries == ranges->retries);
-	(void)count, (void)edges, (void)bytes, (void)retries, (void)before;
+	RF_ASSERT(!retry || ranges->retry);
+	(void)count, (void)edges, (void)bytes, (void)retry, (void)before;
 }

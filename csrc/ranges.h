@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * Which pages are registered how often, and whether the kernel has been told so
- * by an advice, the mark. Registrations overlap, and end where no other ends; advice is per page.
- * So: a step function over the address space, as the sorted list of its steps.
+ * How many registrations want which pages, and which advice the kernel was given
+ * about them, the mark. Registrations overlap, and end where no other ends; advice is
+ * per page. So: a step function over the address space, as the sorted list of its steps.
  *
  *	registrations    |-------A-------|      |--C--|
  *	                      |----B----|
@@ -15,10 +15,20 @@
  * Two levels suffice: a million ranges are some 16 000 leaves, and a leaf is
  * split or joined once in dozens of changes.
  *
+ * A registration counts each of its pages once, by what it wants a child to find
+ * there. A page that it does not fill holds other data as well, so there it wants
+ * a copy. What a child finds in the end is the first of these that is wanted at all:
+ *
+ *	nothing		an RF_OMIT registration fills the page
+ *	zeros		an RF_WIPE registration fills it
+ *	a copy		registrations only touch it; or none does, as part of a huge page
+ *
+ * One function changes the list, rf_ranges_change(). Every other one reads it.
+ *
  * Invariants (rf_ranges_check):
  *  - ranges are half open, page aligned, not empty, sorted, disjoint;
  *  - each has a count above zero or a mark;
- *  - touching ranges differ in something (between operations);
+ *  - touching ranges of one leaf differ in something;
  *  - no leaf is empty but an only one; two neighbours hold more than half of a leaf's ranges.
  *
  * No locks: the engine's lock is held. Only rf_ranges_reserve() can fail.
@@ -31,33 +41,52 @@
 
 #include <stdbool.h>
 
+/* What a child finds on a page. */
+enum rf_finds {
+	RF_FINDS_NOTHING = 0,
+	RF_FINDS_ZEROS = 1,
+	RF_FINDS_COPY = 2,
+	RF_FINDS = 3,
+};
+
+/* The advice in force. To the kernel the two are independent; here a page bears one. */
+enum rf_mark {
+	RF_MARK_NONE = 0,
+	RF_MARK_DONTFORK = 1,
+	RF_MARK_WIPEONFORK = 2,
+};
+
 /* What is mapped there. */
 enum rf_nature {
 	RF_NATURE_UNASKED = 0,
 	RF_NATURE_PRIVATE = 1,
-	RF_NATURE_SHARED = 2,
+	RF_NATURE_WIPEABLE = 2,	/* private too; the kernel takes MADV_WIPEONFORK */
+	RF_NATURE_SHARED = 3,
 };
 
 /*
  * The memory may have been unmapped and mapped anew since it was marked, as
- * somebody counts here who does not hold it: every registration marks it again.
+ * a registration counts here that does not hold it: every registration marks it again.
  */
 #define RF_RANGE_DOUBT	1u
-/* Held, and to be marked by the next fold if it wants a mark. */
+/* Held, and to be marked by the next fork if it wants a mark. */
 #define RF_RANGE_DUE	2u
-/* Marked by the operation under way, which may still fail. */
-#define RF_RANGE_FRESH	4u
 /* Released, but the kernel would not unmark it yet. */
-#define RF_RANGE_RETRY	8u
+#define RF_RANGE_RETRY	4u
+/* Released, and the kernel will never unmark it: a device's memory without a file. */
+#define RF_RANGE_STUCK	8u
 
 struct rf_range {
 	uintptr_t start, end;
-	uint32_t count;		/* registrations that want it marked */
-	bool mark;
+	uint32_t counts[RF_FINDS];	/* registrations, by what they want a child to find */
+	uint8_t mark;
 	uint8_t nature;
 	uint8_t flags;
-	uint8_t reserved;
+	uint8_t tries;		/* to unmark it */
 };
+
+/* What the kernel refuses so often, for another reason than the number of mappings, stays. */
+#define RF_RANGE_TRIES	8
 
 #define RF_LEAF_RANGES	63
 #define RF_LEAF_JOIN	47
@@ -83,10 +112,10 @@ struct rf_ranges {
 	uint32_t capacity;	/* ranges there is room for, whatever the order */
 	uint32_t count;
 	uint32_t registrations;	/* of the last reservation */
-	uint32_t mark_edges;	/* addresses where marked meets unmarked */
+	uint32_t mark_edges;	/* addresses where the mark changes */
 	uint64_t marked_bytes;
-	uint64_t marks;		/* changes with every change of a mark */
-	uint32_t retries;	/* ranges with RF_RANGE_RETRY */
+	uint64_t version;	/* changes with every change */
+	bool retry;		/* some range has RF_RANGE_RETRY, or had it */
 };
 
 /* A place in the list. Any change to the list makes it stale. */
@@ -108,12 +137,13 @@ int rf_ranges_grow(struct rf_ranges *ranges, uint32_t count);
 /*
  * Make room for @registrations, those counted already included, so that counting
  * and releasing them in any order finds memory. Every step of the function is
- * one of a visible range, or one of a registration hidden where another begins
- * as this one ends; what a release cannot unmark takes a few more.
+ * one of a visible range, or one of the four of a registration, hidden where another
+ * begins as this one ends; what a release cannot unmark takes a few more.
  */
 static inline int rf_ranges_reserve(struct rf_ranges *ranges, uint32_t registrations)
 {
-	uint64_t needed = 2 * ((uint64_t)ranges->count + registrations) + RF_RANGES_SPARE;
+	uint64_t needed = 2 * (uint64_t)ranges->count + 4 * (uint64_t)registrations +
+			  RF_RANGES_SPARE;
 
 	ranges->registrations = registrations;
 	if (rf_likely(needed <= ranges->capacity))
@@ -124,90 +154,69 @@ static inline int rf_ranges_reserve(struct rf_ranges *ranges, uint32_t registrat
 /* The first range that ends after @address. */
 struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address);
 /* NULL past the end. */
-struct rf_range *rf_ranges_at(const struct rf_ranges *ranges, struct rf_cursor cursor);
-struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor);
+const struct rf_range *rf_ranges_at(const struct rf_ranges *ranges, struct rf_cursor cursor);
+const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor);
 /* The range that holds @address, or NULL. */
-struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t address);
+const struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t address);
 
 /*
- * Count [@start, @end) once more and set @flags there. This, and
- * what follows, leaves the list for rf_ranges_tidy() to join.
+ * What becomes of each page of [start, end). Pages that are not in the list stay out of
+ * it, unless they are counted now; a range with no count and no mark leaves it.
  */
-void rf_ranges_add(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, uint8_t flags);
-
-/*
- * Count it once less. What is counted no more and bears a mark stays, for the
- * caller to unmark and tidy.
- */
-void rf_ranges_sub(struct rf_ranges *ranges, uintptr_t start, uintptr_t end);
-
-/* Let a range begin at @address, if one holds it. */
-void rf_ranges_cut(struct rf_ranges *ranges, uintptr_t address);
-
-/* Record what is mapped in [@start, @end), where ranges may be cut by it. */
-void rf_ranges_set_nature(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
-			  enum rf_nature nature);
-
-/*
- * The next two speak of whole ranges: some begins at @start, some ends at @end,
- * and, for marks, there is none but touching ones between.
- */
-
-/* Record whether the kernel has the mark on [@start, @end). */
-void rf_ranges_set_mark(struct rf_ranges *ranges, uintptr_t start, uintptr_t end, bool mark);
-
-/* Set, then clear flags of all ranges in [@start, @end). */
-void rf_ranges_set_flags(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
-			 uint8_t set, uint8_t clear);
-
-/*
- * The common cases in one search and one step: what [start, end) and what touches it
- * become, while nothing has changed yet. False: it is not so simple, and is done by the
- * functions above. After rf_ranges_commit() there is nothing to tidy.
- */
-#define RF_PLAN_RANGES	8
-
-struct rf_plan {
-	struct rf_leaf *leaf;
-	struct rf_cursor cursor;	/* the first range replaced */
-	uint32_t replaced, count;
-	struct rf_range ranges[RF_PLAN_RANGES];
-	/* What gets its mark, or loses it; empty if nothing does. The caller tells the kernel. */
-	uintptr_t start, end;
-	bool mark;
-	uint8_t beside;			/* of its ends, those that touch marked ranges */
+struct rf_change {
+	int8_t count;		/* 1 or -1 in counts[finds]; 0: as it is */
+	uint8_t finds;
+	uint8_t set, clear;	/* flags */
+	bool tried;		/* in vain, to unmark it */
+	bool remark, rename;	/* do the next two count? */
+	uint8_t mark;		/* with .count: -1 of what nobody counts then, 1 of what bears none */
+	uint8_t nature;
 };
 
-/*
- * Count [@start, @end) once more; @cursor is the first range that ends after @start.
- * With @mark all of it is marked then. What bore no mark gets @flags.
- */
-bool rf_ranges_plan_add(const struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t start,
-			uintptr_t end, bool mark, uint8_t flags, struct rf_plan *plan);
+/* There is room. Where nothing is said of it a page keeps what it has. */
+void rf_ranges_change(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
+		      const struct rf_change *change);
 
-/* Count it once less. What is counted no more loses its mark and goes. */
-bool rf_ranges_plan_sub(const struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
-			struct rf_plan *plan);
+static inline uint64_t rf_range_count(const struct rf_range *range)
+{
+	return (uint64_t)range->counts[RF_FINDS_NOTHING] + range->counts[RF_FINDS_ZEROS] +
+	       range->counts[RF_FINDS_COPY];
+}
 
-/* Nothing has changed since @plan was made, and the kernel has done its part. */
-void rf_ranges_commit(struct rf_ranges *ranges, const struct rf_plan *plan);
+static inline bool rf_range_is_counted(const struct rf_range *range)
+{
+	return (range->counts[RF_FINDS_NOTHING] | range->counts[RF_FINDS_ZEROS] |
+		range->counts[RF_FINDS_COPY]) != 0;
+}
 
-/*
- * The end of an operation on [@start, @end): nothing there is fresh any more, and
- * what has become equal or empty is joined and dropped.
- */
-void rf_ranges_tidy(struct rf_ranges *ranges, uintptr_t start, uintptr_t end);
+/* What a child finds there, if its pages are kept from it. */
+static inline enum rf_finds rf_range_finds(const struct rf_range *range)
+{
+	if (range->counts[RF_FINDS_NOTHING])
+		return RF_FINDS_NOTHING;
+	return range->counts[RF_FINDS_ZEROS] ? RF_FINDS_ZEROS : RF_FINDS_COPY;
+}
 
 /* fork() does not move shared memory. */
 static inline bool rf_range_wants_mark(const struct rf_range *range)
 {
-	return range->count && range->nature != RF_NATURE_SHARED;
+	return range->nature != RF_NATURE_SHARED && rf_range_is_counted(range);
 }
 
-/* Nobody counts it, or it is shared: its mark waits to be taken away. */
+/* Which mark serves it best. Any mark keeps its pages where they are. */
+static inline enum rf_mark rf_range_best_mark(const struct rf_range *range)
+{
+	if (!rf_range_wants_mark(range))
+		return RF_MARK_NONE;
+	return range->nature == RF_NATURE_WIPEABLE && rf_range_finds(range) == RF_FINDS_ZEROS
+		       ? RF_MARK_WIPEONFORK
+		       : RF_MARK_DONTFORK;
+}
+
+/* It is counted no more, or it is shared: its mark waits to be taken away. */
 static inline bool rf_range_is_unwanted(const struct rf_range *range)
 {
-	return range->mark && !rf_range_wants_mark(range);
+	return range->mark && !(range->flags & RF_RANGE_STUCK) && !rf_range_wants_mark(range);
 }
 
 /* Runs of marked pages: each takes at most two VMAs more. */

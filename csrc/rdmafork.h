@@ -35,10 +35,10 @@ extern "C" {
 
 /*
  * Changes when a caller compiled against an older header would misbehave. The symbols
- * carry it as their version (RDMAFORK_3): glibc's loader refuses what was linked with
+ * carry it as their version (RDMAFORK_4): glibc's loader refuses what was linked with
  * another. musl's does not look: compare rf_abi().
  */
-#define RF_ABI 3
+#define RF_ABI 4
 
 enum rf_mode {
 	RF_MODE_NONE = 0,	/* rf_fork_init() has not been called */
@@ -81,8 +81,7 @@ enum rf_cause {
 	RF_CAUSE_LATE,		/* EINVAL: a registration was made before rf_fork_init() */
 	RF_CAUSE_MODE,		/* EINVAL: the engine runs with another mode already */
 	RF_CAUSE_ENVIRONMENT,	/* EINVAL: a variable holds a value that means nothing */
-	RF_CAUSE_UNTRUSTED,	/* ENOTSUP: lazy, where the kernel does not copy at fork */
-	RF_CAUSE_KERNEL,	/* ENOSYS: no MADV_DONTFORK */
+	RF_CAUSE_UNTRUSTED,	/* ENOTSUP: lazy, where the kernel's copying is not trusted */
 	RF_CAUSE_OTHER_ENGINE,	/* EEXIST: another copy of librdmafork runs in this process */
 	RF_CAUSE_WIPE,		/* EINVAL: [start, end) cannot be wiped: a file's, huge pages */
 	/* No error: registered, but a child lacks other memory on the page [start, end). */
@@ -114,7 +113,8 @@ RF_API int rf_abi(void);
  * Start protecting registered memory. A second call with the same mode, or with
  * RF_MODE_AUTO, does nothing. @mode: RF_MODE_AUTO, RF_MODE_LAZY or RF_MODE_EAGER. A
  * forked child inherits the mode and may choose another before it registers.
- * -EINVAL (LATE, MODE, ENVIRONMENT), -ENOTSUP, -ENOSYS, -ENOMEM, -EEXIST.
+ * RDMAFORK_TRUST_COPYING=0 in the environment: the kernel's copying is not trusted.
+ * -EINVAL (LATE, MODE, ENVIRONMENT), -ENOTSUP, -ENOMEM, -EEXIST.
  */
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error);
 
@@ -273,21 +273,27 @@ RF_API int rf_stats(struct rf_stats *stats);
 enum rf_how {
 	RF_HOW_VERSION = 0,	/* from the kernel's version */
 	RF_HOW_NETLINK = 1,	/* the kernel says so over RDMA netlink */
+	RF_HOW_PROBE = 2,	/* from what it does with a page: as 5.19, or not */
+	RF_HOW_ENVIRONMENT = 3,	/* RDMAFORK_TRUST_COPYING=0 */
 };
 
 struct rf_kernel {
 	char release[65];
 	uint8_t copy_on_fork;		/* pinned pages are copied at fork() */
 	uint8_t copy_how;		/* enum rf_how */
-	uint8_t copy_trusted;		/* and no race loses them: 5.19 and later */
+	uint8_t copy_trusted;		/* and no race loses them: 5.19 and later, some before */
 	uint8_t procmap_query;
 	uint8_t process_madvise;	/* works for MADV_DONTFORK on this process */
 	uint8_t huge_shifts[8];		/* log2 of the huge page sizes, 0 ends */
+	uint8_t trust_how;		/* enum rf_how: of copy_trusted */
 	uint32_t page_size;
 	uint32_t max_map_count;
 };
 
-/* Fills *@kernel; reads the kernel at the first call and remembers. */
+/*
+ * Fills *@kernel; reads the kernel at the first call and remembers. Until rf_fork_init(),
+ * copy_trusted follows the environment as it is.
+ */
 RF_API void rf_kernel_info(struct rf_kernel *kernel);
 
 #ifdef __cplusplus

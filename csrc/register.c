@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* The ways in and out: of registrations, and of descriptors no child shall have. */
+#include "ask.h"
 #include "fork.h"
 #include "fork_uses.h"
+#include "kernel.h"
+#include "prefork.h"
+#include "protect.h"
 #include "start.h"
 #include "window.h"
 
@@ -34,91 +38,48 @@ static int keep(struct rf_engine *engine, const struct rf_slot *slot, struct rf_
 {
 	int rc;
 
-	if (engine->advisor.kernel->copy_trusted)
+	if (rf_tracker_trusts(&engine->tracker))
 		return 0;
-	rc = rf_advise_is_shared(&engine->advisor, slot->start, slot->end);
+	rc = rf_ask_is_shared(&engine->tracker, slot->start, slot->end);
 	if (rc > 0)
 		return 0;
 	error->cause = rc < 0 ? RF_CAUSE_NO_PROC : RF_CAUSE_POLICY;
 	return rc < 0 ? rc : -ENOTSUP;
 }
 
-/* Of what is counted no more, but may wait to be unmarked. */
-static void remove_note(struct rf_engine *engine, uint32_t note)
-{
-	if (rf_unlikely(engine->wiper.ranges.retries)) {
-		rf_wiped_set_late(&engine->wiped, note);
-		return;
-	}
-	rf_wiped_remove(&engine->wiped, note);
-	rf_wiped_remove_late(&engine->wiped);
-}
-
-static int wipe(struct rf_engine *engine, struct rf_slot *slot, struct rf_error *error)
-{
-	unsigned int how = rf_window_is_open() ? RF_ADVISE_FORKING : 0;
-	uintptr_t start, end;
-	bool ask;
-	int rc;
-
-	rf_advise_extent(&engine->wiper, slot, &start, &end);
-	if (start >= end)
-		return rf_advise_now(&engine->wiper, slot, how, &ask, error);
-	if (rf_wiped_add(&engine->wiped, start, end, &slot->note) < 0) {
-		error->cause = RF_CAUSE_ENGINE_MEMORY;
-		return -ENOMEM;
-	}
-	rc = rf_advise_now(&engine->wiper, slot, how, &ask, error);
-	if (rc >= 0)
-		slot->flags |= RF_SLOT_COUNTED;
-	else
-		remove_note(engine, slot->note);
-	return rc;
-}
-
 /* The slot is counted. */
 static void uncount(struct rf_engine *engine, struct rf_slot *slot)
 {
-	if (rf_likely(slot->policy == RF_OMIT)) {
-		/* What waits uncounted is protected by others' marks, which may be these. */
-		if (engine->mode == RF_MODE_EAGER)
-			rf_advise_count_waiting(&engine->advisor, &engine->registry);
-		rf_advise_release(&engine->advisor, slot);
-		return;
-	}
-	rf_advise_release(&engine->wiper, slot);
-	remove_note(engine, slot->note);
-}
-
-static int protect_otherwise(struct rf_engine *engine, struct rf_slot *slot, unsigned int flags,
-			     struct rf_error *error)
-{
-	if (flags & RF_NOWAIT && !(slot->policy == RF_KEEP && engine->advisor.kernel->copy_trusted))
-		return -EAGAIN;
-	return slot->policy == RF_WIPE ? wipe(engine, slot, error) : keep(engine, slot, error);
+	/* What waits uncounted is protected by others' marks, which may be these. */
+	if (engine->mode == RF_MODE_EAGER)
+		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
+	rf_protect_release(&engine->tracker, slot);
 }
 
 /* -EAGAIN: with RF_NOWAIT, where this would have to call the kernel. */
 static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
 		   unsigned int flags, struct rf_error *error)
 {
-	unsigned int how = rf_window_is_open() ? RF_ADVISE_FORKING : 0;
+	unsigned int how = rf_window_is_open() ? RF_PROTECT_FORKING : 0;
 	bool lazy = engine->mode == RF_MODE_LAZY && flags & RF_HELD, ask = false;
 	int rc;
 
 	if (slot->start == slot->end)
 		return 0;
-	if (rf_unlikely(slot->policy != RF_OMIT))
-		return protect_otherwise(engine, slot, flags, error);
-	/* In the window no fork handler is to come that would fold it. */
+	if (rf_unlikely(slot->policy == RF_KEEP)) {
+		if (flags & RF_NOWAIT && !rf_tracker_trusts(&engine->tracker))
+			return -EAGAIN;
+		return keep(engine, slot, error);
+	}
+	/* In the window no fork handler is to come that would mark it. */
 	if (rf_likely(lazy && !how)) {
 		rf_registry_list(&engine->registry, index);
 		return 0;
 	}
-	how |= flags & RF_NOWAIT ? RF_ADVISE_NOWAIT : 0;
-	rc = rf_advise_now(&engine->advisor, slot, how, &ask, error);
+	how |= flags & RF_NOWAIT ? RF_PROTECT_NOWAIT : 0;
+	rc = rf_protect(&engine->tracker, &engine->list, slot, how, &ask, error);
 	/* In the window, refused: the kernel copies it in the fork under way. */
-	if (rc == RF_ADVISE_COVERED || (rc < 0 && lazy && !(how & RF_ADVISE_NOWAIT))) {
+	if (rc == RF_PROTECT_COVERED || (rc < 0 && lazy && !(how & RF_PROTECT_NOWAIT))) {
 		rf_registry_list(&engine->registry, index);
 		return 0;
 	}
@@ -130,31 +91,18 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 	return 0;
 }
 
-/*
- * Take the room for what forks must save now, so that no fork need ask for memory. Of many
- * registrations in the same huge pages that would be far more than a fork saves: beyond a
- * limit the fork takes the room itself, when it knows how much it is.
- */
-static int reserve_edges(struct rf_engine *engine)
+/* Take the room for what forks must save now, so that no fork need ask for memory. */
+static inline int reserve_list(struct rf_engine *engine)
 {
-	const struct rf_advisor *advisor = &engine->advisor, *wiper = &engine->wiper;
-	const uint64_t limit = RF_EDGES_ROOM;
-	uint64_t gaps = (uint64_t)advisor->gaps.count + wiper->gaps.count;
-	uint64_t nbytes = advisor->gap_bytes + wiper->gap_bytes;
-
-	if (rf_likely(!gaps))
-		return 0;
-	return rf_edges_reserve(&engine->edges, gaps, nbytes < limit ? nbytes : limit);
+	return rf_child_list_reserve(&engine->list, engine->tracker.ranges.capacity,
+				     engine->tracker.partial_bytes);
 }
 
 /* Say so if children will lack what else is on @page. */
-static bool name_lost(const struct rf_engine *engine, uintptr_t page, struct rf_error *error)
+static bool name_lost(uintptr_t page, size_t page_size, struct rf_error *error)
 {
-	size_t page_size = engine->edges.page_size;
-	const char *what = "all else there, as process_vm_readv() is refused";
+	const char *what = rf_fork_uses(page, page_size);
 
-	if (rf_likely(!engine->edges.forbidden))
-		what = rf_fork_uses(page, page_size);
 	if (rf_likely(!what))
 		return false;
 	error->start = page;
@@ -168,22 +116,24 @@ static bool name_lost(const struct rf_engine *engine, uintptr_t page, struct rf_
 static void name_lost_pages(const struct rf_engine *engine, const struct rf_slot *slot,
 			    struct rf_error *error)
 {
-	uintptr_t mask = engine->edges.page_size - 1;
+	const size_t page_size = engine->tracker.kernel->page_size;
+	const uintptr_t mask = page_size - 1;
 
-	if (!engine->advisor.whole || slot->start == slot->end || slot->policy == RF_KEEP)
+	if (rf_likely(rf_tracker_trusts(&engine->tracker)) || slot->start == slot->end ||
+	    slot->policy == RF_KEEP)
 		return;
 	if (!slot->start_shift && slot->start & mask &&
-	    name_lost(engine, slot->start & ~mask, error))
+	    name_lost(slot->start & ~mask, page_size, error))
 		return;
 	if (!slot->end_shift && slot->end & mask)
-		(void)name_lost(engine, slot->end & ~mask, error);
+		(void)name_lost(slot->end & ~mask, page_size, error);
 }
 
-/* The slot is counted. Negative: there is no room for its edges, and it has been uncounted. */
+/* The slot is counted. Negative: a fork would have no room for it, and it has been uncounted. */
 static int settle(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
 		  struct rf_error *error)
 {
-	if (rf_unlikely(reserve_edges(engine) < 0)) {
+	if (rf_unlikely(reserve_list(engine) < 0)) {
 		if (slot->flags & RF_SLOT_LISTED)
 			rf_registry_unlist(&engine->registry, index);
 		uncount(engine, slot);
@@ -205,8 +155,7 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 
 	rc = rf_registry_reserve(&engine->registry);
 	if (rf_likely(rc >= 0))
-		rc = rf_advise_reserve(policy == RF_WIPE ? &engine->wiper : &engine->advisor,
-				       engine->registry.live + 1);
+		rc = rf_tracker_reserve(&engine->tracker, engine->registry.live + 1);
 	if (rf_unlikely(rc < 0)) {
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;

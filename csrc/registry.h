@@ -36,11 +36,7 @@
 struct rf_slot {
 	uintptr_t start, end;	/* the registered bytes */
 	uint64_t serial;
-	union {
-		uint32_t prev;	/* listed */
-		uint32_t note;	/* of an RF_WIPE, which never is: see wiped.h */
-	};
-	uint32_t next;		/* listed, or of the free */
+	uint32_t prev, next;	/* listed; next of the free, too */
 	uint8_t flags;
 	uint8_t policy;
 	/* Log2 of the pages the two ends are rounded to; 0 is a base page. */

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-#define _GNU_SOURCE /* secure_getenv(), dl_iterate_phdr() */
+#define _GNU_SOURCE /* secure_getenv(), dladdr() */
 #include "start.h"
 #include "fork.h"
 #include "kernel.h"
 #include "loader_gate.h"
+#include "second.h"
 
 #include <dlfcn.h>
 #include <errno.h>
-#include <link.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,12 +36,15 @@ static int mode_of_environment(enum rf_mode *mode, struct rf_error *error)
 	return 0;
 }
 
-static int edges_of_environment(bool *whole, struct rf_error *error)
+/* *@distrusted: the kernel's copying is not to be trusted, whatever the kernel is. */
+static int trust_of_environment(bool *distrusted, struct rf_error *error)
 {
-	const char *value = secure_getenv("RDMAFORK_EDGES");
+	const char *value = secure_getenv("RDMAFORK_TRUST_COPYING");
 
-	*whole = value && !strcmp(value, "whole");
-	return *whole || !value || !*value ? 0 : wrong_value(error, "RDMAFORK_EDGES", value);
+	*distrusted = value && !strcmp(value, "0");
+	if (*distrusted || !value || !*value || !strcmp(value, "1"))
+		return 0;
+	return wrong_value(error, "RDMAFORK_TRUST_COPYING", value);
 }
 
 /* The variables with which libibverbs, too, tracks what is registered through it. */
@@ -50,85 +53,13 @@ static bool environment_starts(void)
 	return secure_getenv("RDMAV_FORK_SAFE") || secure_getenv("IBV_FORK_SAFE");
 }
 
-struct object_name {
-	size_t wanted, at;
-	char text[4096];
-};
-
-static int copy_name(struct dl_phdr_info *object, size_t size, void *data)
-{
-	struct object_name *name = data;
-
-	(void)size;
-	if (name->at++ < name->wanted)
-		return 0;
-	snprintf(name->text, sizeof(name->text), "%s", object->dlpi_name);
-	return 1;
-}
-
-/* Is there an engine in the object of that name, not this one, that runs? Its path. */
-static bool runs_another(const char *name, struct rf_error *error)
-{
-	enum rf_mode (*other_mode)(void) = NULL;
-	Dl_info where;
-	/* RTLD_NOLOAD: a look at what is there, which loads and runs nothing. */
-	void *handle = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
-
-	if (!handle)
-		return false;
-	*(void **)&other_mode = dlsym(handle, "rf_mode");
-	dlclose(handle);
-	if (!other_mode || other_mode == rf_mode || other_mode() == RF_MODE_NONE)
-		return false;
-	/* The object may only depend on the one that holds it. */
-	if (dladdr(*(void **)&other_mode, &where))
-		name = where.dli_fname;
-	snprintf(error->text, sizeof(error->text), "%.255s", name);
-	return true;
-}
-
-/*
- * Two engines would undo each other's advice: their counts know nothing of each
- * other. The objects are looked at one by one, as dl_iterate_phdr() holds a lock
- * of the loader's under which dlopen() must not be called.
- */
-static int refuse_second_engine(struct rf_error *error)
-{
-	struct object_name name;
-
-	for (name.wanted = 0;; name.wanted++) {
-		name.at = 0;
-		if (!dl_iterate_phdr(copy_name, &name))
-			return 0;
-		if (runs_another(name.text, error))
-			break;
-	}
-	error->cause = RF_CAUSE_OTHER_ENGINE;
-	return -EEXIST;
-}
-
-static int refuse_kernel(const struct rf_kernel *kernel, enum rf_mode mode, struct rf_error *error)
-{
-	if (!rf_kernel_has_dontfork()) {
-		error->cause = RF_CAUSE_KERNEL;
-		return -ENOSYS;
-	}
-	if (mode == RF_MODE_LAZY && !kernel->copy_on_fork) {
-		error->cause = RF_CAUSE_UNTRUSTED;
-		return -ENOTSUP;
-	}
-	return 0;
-}
-
-/* The engine is entered. */
-static int start(enum rf_mode mode, bool any, bool whole, struct rf_error *error)
+/* The engine is entered, and the only one. */
+static int start_alone(enum rf_mode mode, bool any, bool distrusted, struct rf_error *error)
 {
 	struct rf_engine *engine = &rf_engine;
 	const struct rf_kernel *kernel = rf_kernel();
-	int rc;
+	bool trusted = rf_kernel_would_trust(distrusted);
 
-	if (mode == RF_MODE_AUTO)
-		mode = kernel->copy_trusted ? RF_MODE_LAZY : RF_MODE_EAGER;
 	if (engine->mode != RF_MODE_NONE && (any || mode == engine->mode))
 		return 0;
 	if (engine->mode != RF_MODE_NONE && !(engine->mode_inherited && !engine->registered)) {
@@ -139,27 +70,58 @@ static int start(enum rf_mode mode, bool any, bool whole, struct rf_error *error
 		error->cause = RF_CAUSE_LATE;
 		return -EINVAL;
 	}
-	rc = refuse_kernel(kernel, mode, error);
-	if (rc < 0)
-		return rc;
+	if (mode == RF_MODE_LAZY && !trusted) {
+		error->cause = RF_CAUSE_UNTRUSTED;
+		return -ENOTSUP;
+	}
+	if (mode == RF_MODE_AUTO)
+		mode = trusted ? RF_MODE_LAZY : RF_MODE_EAGER;
 	if (rf_registry_reserve(&engine->registry) < 0 ||
-	    rf_advise_reserve(&engine->advisor, 1) < 0) {
+	    rf_tracker_reserve(&engine->tracker, 1) < 0) {
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
-	rf_advisor_start(&engine->advisor, kernel, whole, environment_starts());
-	rf_advisor_start(&engine->wiper, kernel, whole, false);
-	rf_edges_start(&engine->edges, kernel->page_size);
+	rf_kernel_distrust(distrusted);
+	rf_tracker_start(&engine->tracker, kernel, environment_starts());
 	__atomic_store_n(&engine->environment_read, true, __ATOMIC_RELAXED);
 	/* After all that a child of another thread's fork finds with it. */
 	__atomic_store_n(&engine->mode, mode, __ATOMIC_RELEASE);
 	return 0;
 }
 
+/* The engine is entered. -EEXIST: *@other runs. */
+static int start(enum rf_mode mode, bool any, bool distrusted, uintptr_t *other,
+		 struct rf_error *error)
+{
+	int rc = rf_second_claim((uintptr_t)&rf_engine, other);
+
+	if (rc < 0)
+		return rc;
+	rc = start_alone(mode, any, distrusted, error);
+	if (rc < 0 && rf_engine.mode == RF_MODE_NONE)
+		rf_second_give_up((uintptr_t)&rf_engine);
+	return rc;
+}
+
+/* Outside the lock: the loader may be waiting for a thread that waits for it. */
+static void name_second_engine(uintptr_t other, struct rf_error *error)
+{
+	const char *name = NULL;
+	Dl_info where;
+
+	rf_loader_gate_enter();
+	if (dladdr((void *)other, &where))
+		name = where.dli_fname;
+	error->cause = RF_CAUSE_OTHER_ENGINE;
+	snprintf(error->text, sizeof(error->text), "%.255s", name ? name : "");
+	rf_loader_gate_leave();
+}
+
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 {
 	/* Who does not care joins whatever runs. */
-	bool any = mode == RF_MODE_AUTO, whole;
+	bool any = mode == RF_MODE_AUTO, distrusted;
+	uintptr_t other = 0;
 	int rc;
 
 	error->cause = RF_CAUSE_MODE;
@@ -170,15 +132,7 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 	error->cause = RF_CAUSE_NONE;
 	rc = any ? mode_of_environment(&mode, error) : 0;
 	if (rc >= 0)
-		rc = edges_of_environment(&whole, error);
-	/* Outside the lock: the loader may be waiting for whoever holds it. */
-	if (rc >= 0) {
-		/* In a child no fork of its parent's is under way. */
-		(void)rf_notice_child();
-		rf_loader_gate_enter();
-		rc = refuse_second_engine(error);
-		rf_loader_gate_leave();
-	}
+		rc = trust_of_environment(&distrusted, error);
 	if (rc < 0)
 		return rc;
 	rc = rf_enter(0);
@@ -186,8 +140,10 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 		error->cause = RF_CAUSE_SIGNAL;
 		return rc;
 	}
-	rc = start(mode, any, whole, error);
+	rc = start(mode, any, distrusted, &other, error);
 	rf_leave();
+	if (rc == -EEXIST)
+		name_second_engine(other, error);
 	return rc;
 }
 
@@ -197,4 +153,20 @@ int rf_start_by_environment(struct rf_error *error)
 		return rf_fork_init(RF_MODE_AUTO, error);
 	__atomic_store_n(&rf_engine.environment_read, true, __ATOMIC_RELAXED);
 	return 0;
+}
+
+RF_API void rf_kernel_info(struct rf_kernel *kernel)
+{
+	struct rf_error error;
+	bool distrusted;
+	int entered;
+
+	(void)trust_of_environment(&distrusted, &error);
+	entered = rf_enter(0);
+	/* From its start on the engine relies on what was in force then. */
+	if (entered == 0 && rf_engine.mode == RF_MODE_NONE)
+		rf_kernel_distrust(distrusted);
+	*kernel = *rf_kernel();
+	if (entered == 0)
+		rf_leave();
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-#define _GNU_SOURCE /* mremap(), dup3() */
+#define _GNU_SOURCE /* mremap(), dup3(), pipe2() */
 #include "sys.h"
 
 #include <errno.h>
@@ -10,12 +10,14 @@
 #include <signal.h>
 #include <stdbool.h>
 #include <string.h>
+#include <sys/auxv.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/utsname.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -156,26 +158,19 @@ int rf_sys_unmap(void *start, size_t nbytes)
 	return rc;
 }
 
-#ifndef MAP_FIXED_NOREPLACE /* Linux 4.17; older kernels take it for a hint */
+#ifndef MAP_FIXED_NOREPLACE /* Linux 4.17 */
 #define MAP_FIXED_NOREPLACE 0x100000
 #endif
 
-int rf_sys_map_at(uintptr_t start, size_t nbytes, int access)
+int rf_sys_map_at(uintptr_t start, size_t nbytes, int protection)
 {
 	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
-	const int protection = access == RF_NO_ACCESS ? PROT_NONE : PROT_READ | PROT_WRITE;
 	void *memory;
 	intptr_t rc;
 
 	RETURN_IF_INJECTED();
 	KERNEL(rc, (intptr_t)mmap((void *)start, nbytes, protection, flags, -1, 0));
-	rc = mapped_at(rc, &memory);
-	if (rc < 0)
-		return (int)rc;
-	if ((uintptr_t)memory == start)
-		return 0;
-	munmap(memory, nbytes);
-	return -EEXIST;
+	return mapped_at(rc, &memory);
 }
 
 ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count)
@@ -183,7 +178,8 @@ ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned i
 	ssize_t rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, process_vm_readv(getpid(), to, 1, from, count, 0));
+	/* Of a main thread that has ended the pid has no memory. */
+	KERNEL(rc, process_vm_readv((pid_t)syscall(SYS_gettid), to, 1, from, count, 0));
 	return rc;
 }
 
@@ -198,20 +194,43 @@ int rf_sys_map_over(uintptr_t start, size_t nbytes)
 	return mapped_at(rc, &memory);
 }
 
+/* Flags that mean nothing to a reader, so that no program opens a file for reading with them. */
+#define SIGNATURE (O_APPEND | O_DSYNC)
+
 int rf_sys_open(const char *path, int access)
 {
 	static const int flags[] = {
 		[RF_READ] = O_RDONLY,
 		[RF_APPEND] = O_WRONLY | O_APPEND | O_NOCTTY | O_NONBLOCK,
 		[RF_CREATE] = O_WRONLY | O_APPEND | O_NOCTTY | O_NONBLOCK | O_CREAT | O_NOFOLLOW,
+		[RF_READ_SIGNED] = O_RDONLY | SIGNATURE,
 	};
 	int rc;
 
 	RETURN_IF_INJECTED();
 	KERNEL_UNCANCELLED(rc, open(path, flags[access] | O_CLOEXEC, 0666));
 	/* O_NONBLOCK was for open(), which waits for the reader of a named pipe. */
-	if (rc >= 0 && access != RF_READ)
+	if (rc >= 0 && flags[access] & O_NONBLOCK)
 		(void)!fcntl(rc, F_SETFL, O_APPEND);
+	return rc;
+}
+
+int rf_sys_pipe(int fds[2])
+{
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, pipe2(fds, O_CLOEXEC | O_NONBLOCK));
+	return rc;
+}
+
+int rf_sys_splice_page(int fd, const void *memory, size_t nbytes)
+{
+	const struct iovec bytes = { (void *)memory, nbytes };
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, (int)syscall(SYS_vmsplice, fd, &bytes, 1, 0));
 	return rc;
 }
 
@@ -303,8 +322,17 @@ int rf_sys_identify(int fd, struct rf_file *file)
 		return rc;
 	file->device = status.st_dev;
 	file->inode = status.st_ino;
-	file->special = status.st_rdev;
+	file->special = status.st_mode & S_IFMT ? status.st_rdev : RF_ANONYMOUS;
 	return 0;
+}
+
+int rf_sys_is_signed(int fd)
+{
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, fcntl(fd, F_GETFL));
+	return rc < 0 ? rc : (rc & (O_ACCMODE | SIGNATURE)) == (O_RDONLY | SIGNATURE);
 }
 
 int rf_sys_duplicate(int fd, int onto)
@@ -338,7 +366,9 @@ struct procmap_query {
 };
 
 #define PROCMAP_QUERY _IOWR('f', 17, struct procmap_query)
+#define PROCMAP_QUERY_VMA_READABLE 0x01
 #define PROCMAP_QUERY_VMA_WRITABLE 0x02
+#define PROCMAP_QUERY_VMA_EXECUTABLE 0x04
 #define PROCMAP_QUERY_VMA_SHARED 0x08
 #define PROCMAP_QUERY_COVERING_OR_NEXT_VMA 0x10
 
@@ -359,7 +389,9 @@ int rf_sys_procmap_query(int fd, uintptr_t address, struct rf_vma *vma)
 	vma->end = query.vma_end;
 	vma->shift = (uint8_t)__builtin_ctzll(query.vma_page_size);
 	vma->shared = !!(query.vma_flags & PROCMAP_QUERY_VMA_SHARED);
-	vma->writable = !!(query.vma_flags & PROCMAP_QUERY_VMA_WRITABLE);
+	vma->protection = (query.vma_flags & PROCMAP_QUERY_VMA_READABLE ? PROT_READ : 0) |
+			  (query.vma_flags & PROCMAP_QUERY_VMA_WRITABLE ? PROT_WRITE : 0) |
+			  (query.vma_flags & PROCMAP_QUERY_VMA_EXECUTABLE ? PROT_EXEC : 0);
 	vma->anonymous = !query.inode;
 	return 0;
 }
@@ -388,6 +420,44 @@ void rf_sys_host(char *host, size_t nbytes)
 
 	KERNEL(rc, uname(&name));
 	copy_text(host, nbytes, rc < 0 ? "" : name.nodename);
+}
+
+size_t rf_sys_page_size(void)
+{
+	return getauxval(AT_PAGESZ);
+}
+
+/* Its exit signal is 0: no SIGCHLD handler runs, and wait() without __WCLONE does not find it. */
+static pid_t clone_and_exit(void)
+{
+	pid_t pid;
+
+	KERNEL(pid, (pid_t)syscall(SYS_clone, 0L, 0L, 0L, 0L, 0L));
+	if (!pid)
+		_exit(0);
+	return pid;
+}
+
+int rf_sys_fork_briefly(void)
+{
+	sigset_t all, before;
+	pid_t pid;
+	int rc;
+
+	RETURN_IF_INJECTED();
+	/* A signal for the whole process group would run the program's handlers in the child. */
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &before);
+	pid = clone_and_exit();
+	rc = pid < 0 ? pid : 0;
+	if (pid > 0) {
+		do {
+			KERNEL(rc, (int)syscall(SYS_wait4, pid, NULL, __WCLONE, NULL));
+		} while (rc == -EINTR);
+	}
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	/* -ECHILD: a wait4() with __WALL in another thread was faster. */
+	return rc == -ECHILD || rc > 0 ? 0 : rc;
 }
 
 pid_t rf_sys_pid(void)

@@ -30,7 +30,7 @@ struct rf_vma {
 	uintptr_t start, end;
 	uint8_t shift;		/* log2 of its page size */
 	uint8_t shared;		/* MAP_SHARED */
-	uint8_t writable;
+	uint8_t protection;	/* PROT_READ ... */
 	uint8_t anonymous;	/* no file behind it */
 };
 
@@ -55,21 +55,24 @@ int rf_sys_unmap(void *start, size_t nbytes);
 /* Put private zeros in the place of what is mapped in [@start, @start + @nbytes). */
 int rf_sys_map_over(uintptr_t start, size_t nbytes);
 
-#define RF_READ		0
-#define RF_READ_WRITE	1
-#define RF_NO_ACCESS	2
-#define RF_APPEND	3	/* to a file that is there; not waited for */
-#define RF_CREATE	4	/* the same; made if it is not, and -ELOOP for a link */
-
-/* Private zeros, with that access, where nothing is mapped. -EEXIST: something is. */
-int rf_sys_map_at(uintptr_t start, size_t nbytes, int access);
+/* Private zeros, with that protection, where nothing is mapped. -EEXIST: something is. */
+int rf_sys_map_at(uintptr_t start, size_t nbytes, int protection);
 /*
  * Copy from @count stretches of this process's memory to one, faulting at none.
  * Returns the bytes copied, up to the first that cannot be.
  */
 ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count);
 
+#define RF_READ		0
+#define RF_APPEND	1	/* to a file that is there; not waited for */
+#define RF_CREATE	2	/* the same; made if it is not, and -ELOOP for a link */
+#define RF_READ_SIGNED	3	/* RF_READ, so that rf_sys_is_signed() knows it again */
+
 int rf_sys_open(const char *path, int access);
+/* A pipe that blocks nobody: @fds[0] reads what @fds[1] was given. */
+int rf_sys_pipe(int fds[2]);
+/* vmsplice(): the pipe @fd refers to the page of @nbytes there, and holds no copy of them. */
+int rf_sys_splice_page(int fd, const void *memory, size_t nbytes);
 ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes);
 /* Without the signals that some failures raise. */
 ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes);
@@ -81,15 +84,21 @@ int rf_sys_read_link(const char *path, char *target, size_t nbytes);
 
 /* Which file it is that a descriptor names. */
 struct rf_file {
-	uint64_t device, inode, special;
+	uint64_t device, inode;
+	uint64_t special;	/* the device it is, 0 of other files */
 };
 
+/* In @special: all files without a name (an epoll, an eventfd) share one inode. */
+#define RF_ANONYMOUS UINT64_MAX
+
 int rf_sys_identify(int fd, struct rf_file *file);
+/* Was that very file opened with RF_READ_SIGNED, here or by a parent? */
+int rf_sys_is_signed(int fd);
 /* Let @onto name what @fd names, in one step, until exec(). */
 int rf_sys_duplicate(int fd, int onto);
 
 /*
- * PROCMAP_QUERY (Linux 6.11) on an open /proc/self/maps: the VMA that holds
+ * PROCMAP_QUERY (Linux 6.11) on an open maps file of /proc: the VMA that holds
  * @address or the first after it. -ENOENT: none. -ENOTTY: not supported.
  */
 int rf_sys_procmap_query(int fd, uintptr_t address, struct rf_vma *vma);
@@ -99,6 +108,14 @@ void rf_sys_release(char *release, size_t nbytes);
 
 /* The name of this machine, "" if it fails. */
 void rf_sys_host(char *host, size_t nbytes);
+
+size_t rf_sys_page_size(void);
+
+/*
+ * Make a child that exits at once, and wait for it. Nobody learns of it: no fork handler, no
+ * signal handler and no exit handler runs, and the program gets no SIGCHLD.
+ */
+int rf_sys_fork_briefly(void);
 
 pid_t rf_sys_pid(void);
 pid_t rf_sys_ppid(void);

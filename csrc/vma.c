@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "vma.h"
+#include "opened.h"
 
 #include <errno.h>
 #include <string.h>
@@ -65,7 +66,9 @@ static bool parse(const char *line, size_t length, struct rf_vma *vma, struct rf
 		return false;
 	vma->start = (uintptr_t)start;
 	vma->end = (uintptr_t)end;
-	vma->writable = line[permissions + 1] == 'w';
+	vma->protection = (line[permissions] == 'r' ? PROT_READ : 0) |
+			  (line[permissions + 1] == 'w' ? PROT_WRITE : 0) |
+			  (line[permissions + 2] == 'x' ? PROT_EXEC : 0);
 	vma->shared = line[permissions + 3] == 's' || line[permissions + 3] == 'S';
 	vma->shift = base_shift();
 	vma->anonymous = line[at] == '0';
@@ -82,13 +85,46 @@ bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma)
 	return parse(line, length, vma, &file);
 }
 
+/* Forks ever begun; how many they were when a file of /proc was opened last. */
+static uint64_t forks, forks_when_opened;
+
+/* Noted first: a child gets the descriptors as they are some time before the memory. */
+static int open_file(const char *path)
+{
+	__atomic_store_n(&forks_when_opened, __atomic_load_n(&forks, __ATOMIC_SEQ_CST),
+			 __ATOMIC_SEQ_CST);
+	return rf_sys_open(path, RF_READ);
+}
+
+uint64_t rf_vma_fork(void)
+{
+	return __atomic_add_fetch(&forks, 1, __ATOMIC_SEQ_CST);
+}
+
+/* "/proc/5/task/6/maps": a program's own is found by "self". */
+static void close_if_maps(void *unused, int fd, const char *target)
+{
+	const char *name = strrchr(target, '/');
+
+	(void)unused;
+	if (rf_opened_begins(target, "/proc/") && strstr(target, "/task/") &&
+	    (!strcmp(name, "/maps") || !strcmp(name, "/smaps")))
+		rf_sys_close(fd);
+}
+
+void rf_vma_close_inherited(uint64_t fork)
+{
+	if (forks_when_opened >= fork)
+		rf_opened_list(close_if_maps, NULL);
+}
+
 /* A file of /proc, line by line. */
 struct text {
 	int fd;
 	size_t used, at;
 	uint64_t *questions;
 	bool cut;		/* the line before goes on */
-	char bytes[4096];
+	char bytes[768];	/* on the stack of signal handlers that fork, too */
 };
 
 /*
@@ -134,7 +170,7 @@ void rf_vma_replace_file(const struct rf_file *file)
 	const char *line;
 	size_t length;
 
-	text.fd = rf_sys_open("/proc/self/maps", RF_READ);
+	text.fd = open_file("/proc/thread-self/maps");
 	if (text.fd < 0)
 		return;
 	while (next_line(&text, &line, &length) > 0)
@@ -171,7 +207,7 @@ int rf_vma_open(struct rf_vma_reader *reader)
 		reader->depth++;
 		return 0;
 	}
-	reader->fd = rf_sys_open("/proc/self/maps", RF_READ);
+	reader->fd = open_file("/proc/thread-self/maps");
 	if (reader->fd < 0)
 		return reader->fd;
 	reader->depth = 1;
@@ -221,7 +257,7 @@ static int find_page_size(struct rf_vma_reader *reader, struct rf_vma *vma)
 	size_t length;
 	int rc;
 
-	text.fd = rf_sys_open("/proc/self/smaps", RF_READ);
+	text.fd = open_file("/proc/thread-self/smaps");
 	if (text.fd < 0)
 		return text.fd;
 	while ((rc = next_line(&text, &line, &length)) > 0) {

@@ -8,8 +8,9 @@
  * aligned to a huge page at both ends) is looked up in smaps, which is slow.
  *
  * /proc is opened anew for every round: a descriptor kept open answers for the
- * parent in a child, and its number may be another's by then. "self" is right in
- * every PID namespace, a pid in the path is not.
+ * parent in a child, and its number may be another's by then. "thread-self" is right in
+ * every PID namespace, a pid in the path is not, and "self" is not once the main thread
+ * has ended by pthread_exit().
  */
 #ifndef RF_VMA_H
 #define RF_VMA_H
@@ -55,5 +56,15 @@ bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma);
  * queue reads and writes nothing of it. What cannot be read or mapped stays.
  */
 void rf_vma_replace_file(const struct rf_file *file);
+
+/*
+ * A fork begins, whose number this is. From when it has had the lock of those who open
+ * rounds, to the making of its child, another thread may open one again: the child then
+ * has the descriptor too. Its handler calls the second with that number, or with 0 where
+ * the lock was not to be had. It closes what looks like ours, and does nothing after
+ * most forks.
+ */
+uint64_t rf_vma_fork(void);
+void rf_vma_close_inherited(uint64_t fork);
 
 #endif

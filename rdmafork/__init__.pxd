@@ -37,7 +37,6 @@ cdef extern from "rdmafork.h" nogil:
         RF_CAUSE_MODE
         RF_CAUSE_ENVIRONMENT
         RF_CAUSE_UNTRUSTED
-        RF_CAUSE_KERNEL
         RF_CAUSE_OTHER_ENGINE
         RF_CAUSE_WIPE
         RF_CAUSE_SHARED_PAGE
@@ -137,6 +136,8 @@ cdef extern from "rdmafork.h" nogil:
     enum rf_how:
         RF_HOW_VERSION
         RF_HOW_NETLINK
+        RF_HOW_PROBE
+        RF_HOW_ENVIRONMENT
 
     struct rf_kernel:
         char release[65]
@@ -146,6 +147,7 @@ cdef extern from "rdmafork.h" nogil:
         uint8_t procmap_query
         uint8_t process_madvise
         uint8_t huge_shifts[8]
+        uint8_t trust_how
         uint32_t page_size
         uint32_t max_map_count
 

@@ -94,7 +94,7 @@ def _proc_self(name: str) -> str:
     """Nothing without /proc: the cause is a guess, and the error is told all the same."""
     try:
         # Names of processes and of mapped files may be no UTF-8.
-        with open(f"/proc/self/{name}", errors="surrogateescape") as file:
+        with open(f"/proc/thread-self/{name}", errors="surrogateescape") as file:
             return file.read()
     except OSError:
         return ""

@@ -33,7 +33,7 @@ cdef extern from "errno.h":
 
 cdef extern from "<sys/mman.h>" nogil:
     """
-    #ifndef MAP_FIXED_NOREPLACE /* Linux 4.17, glibc 2.27 */
+    #ifndef MAP_FIXED_NOREPLACE /* glibc 2.27 */
     #define MAP_FIXED_NOREPLACE 0x100000
     #endif
     #define HUGE_SHIFT 26 /* MAP_HUGE_SHIFT, which not every libc has */
@@ -311,11 +311,9 @@ cdef int map_huge_pages(Buffer self, size_t size) noexcept nogil:
         if munmap(<void *>self.start, size):
             return errno
         mapped = mmap(<void *>self.start, size, PROT_READ | PROT_WRITE, flags, -1, 0)
-        if mapped == <void *>self.start:
+        if mapped != MAP_FAILED:
             return 0
-        error = errno if mapped == MAP_FAILED else EEXIST
-        if mapped != MAP_FAILED:  # Before Linux 4.17 the address is a hint.
-            munmap(mapped, size)
+        error = errno
         end = self.start + size
         munmap(<void *>self.base, self.start - self.base)
         munmap(<void *>end, self.base + self.span - end)

@@ -67,7 +67,7 @@ cdef dict MODES = {"auto": RF_MODE_AUTO, "lazy": RF_MODE_LAZY, "eager": RF_MODE_
 cdef dict MODE_NAMES = {RF_MODE_LAZY: "lazy", RF_MODE_EAGER: "eager"}
 cdef tuple POLICY_NAMES = ("omit", "wipe", "keep")
 cdef tuple PROTECTION_NAMES = (None, "advice", "kernel", "pending", "shared")
-cdef tuple HOW_NAMES = ("version", "netlink")
+cdef tuple HOW_NAMES = ("version", "netlink", "probe", "environment")
 cdef tuple FATES = ("is absent", "was wiped", "is a copy")
 cdef str OMIT = "omit"
 
@@ -491,7 +491,7 @@ def fork_init(mode="auto", *, intercept=False):
     child, just before a fork(), and a registration costs no system call; "eager",
     pages are marked at every registration; "auto", $RDMAFORK_MODE if set, else lazy
     where the kernel's own copying of pinned pages can be trusted as a safety net
-    (Linux 5.19 and later), else eager. No RDMA is needed.
+    (Linux 5.19 and later; see kernel_info()), else eager. No RDMA is needed.
 
     intercept: take over the calls that every libibverbs in this process, loaded now
     or later, makes to its own fork support: memory that other libraries register
@@ -503,16 +503,15 @@ def fork_init(mode="auto", *, intercept=False):
     inherits the mode, and may choose another before it registers anything.
 
     ValueError: no such mode. OSError: EINVAL something was registered before, even
-    if it is closed by now, or another mode is in force; ENOTSUP lazy on a kernel
-    that does not copy; ENOTSUP with intercept: the calls of a libibverbs cannot be
-    taken over, so its own fork support stays in force; rdmafork runs all the same and
-    serves the others; ENOSYS no MADV_DONTFORK; EEXIST a second copy of rdmafork
-    runs in this process; ENOMEM.
+    if it is closed by now, or another mode is in force; ENOTSUP lazy where the
+    kernel's copying cannot be trusted; ENOTSUP with intercept: the calls of a
+    libibverbs cannot be taken over, so its own fork support stays in force; rdmafork
+    runs all the same and serves the others; EEXIST a second copy of rdmafork runs in
+    this process; ENOMEM.
 
     Source: ibv_fork_init(3).
     """
     cdef rf_error error
-    cdef rf_kernel kernel
     cdef rf_mode wish
     cdef int rc
     if mode not in MODES:
@@ -526,15 +525,6 @@ def fork_init(mode="auto", *, intercept=False):
             rc = rf_intercept(&error)
     if rc < 0:
         raise failure(rc, &error, 0, 0, mode)
-    with nogil:
-        rf_kernel_info(&kernel)
-    if rf_get_mode() == RF_MODE_LAZY and not kernel.copy_trusted:
-        release = kernel.release.decode("ascii", "replace")
-        warnings.warn(
-            f"Linux {release} copies pinned pages at fork, but can lose them when pages "
-            f"migrate meanwhile, and lazy mode relies on that copying; use eager mode, or Linux "
-            f"5.19 or later",
-            RuntimeWarning)
 
 
 def is_fork_initialized():
@@ -645,7 +635,7 @@ def kernel_info():
         copy_on_fork=bool(kernel.copy_on_fork),
         copy_on_fork_from=HOW_NAMES[kernel.copy_how],
         copy_on_fork_trusted=bool(kernel.copy_trusted),
-        copy_on_fork_trusted_from="version",
+        copy_on_fork_trusted_from=HOW_NAMES[kernel.trust_how],
         page_size=kernel.page_size,
         huge_page_sizes=tuple([1 << shift for shift in kernel.huge_shifts[:8] if shift]),
         procmap_query=bool(kernel.procmap_query),
@@ -653,6 +643,14 @@ def kernel_info():
         max_map_count=kernel.max_map_count,
         memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK),
     )
+
+
+cdef str _distrusted():
+    """Why the kernel's copying is not trusted, as the end of a sentence."""
+    info = kernel_info()
+    if info.copy_on_fork_trusted_from == "environment":
+        return "RDMAFORK_TRUST_COPYING=0 says that this one's are not"
+    return f"those of {info.release} cannot"
 
 
 cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mode=None):
@@ -665,8 +663,8 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
     if cause == RF_CAUSE_POLICY:
         text = (
             f'{what}on_fork="keep" relies on a kernel whose copies of pinned pages at fork can be '
-            f'trusted (5.19 and later), and {kernel_info().release} is not; use "omit", or shared '
-            f'memory, which children keep everywhere')
+            f'trusted (5.19 and later), and {_distrusted()}; use "omit", or shared memory, which '
+            f'children keep everywhere')
     elif cause == RF_CAUSE_WIPE:
         text = (
             f'{what}on_fork="wipe" is for private anonymous memory in base pages, which '
@@ -705,13 +703,11 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
     elif cause == RF_CAUSE_ENVIRONMENT:
         text = (
             f"{error.text.decode('utf-8', 'replace')} in the environment means nothing; "
-            f"RDMAFORK_MODE is auto, lazy or eager, RDMAFORK_EDGES is whole")
+            f"RDMAFORK_MODE is auto, lazy or eager, RDMAFORK_TRUST_COPYING 0 or 1")
     elif cause == RF_CAUSE_UNTRUSTED:
         text = (
-            f"lazy mode relies on a kernel that copies pinned pages at fork, and "
-            f"{kernel_info().release} does not; use eager")
-    elif cause == RF_CAUSE_KERNEL:
-        text = "this kernel has no madvise(MADV_DONTFORK), which rdmafork needs (Linux 2.6.17)"
+            f"lazy mode relies on a kernel whose copies of pinned pages at fork can be trusted "
+            f"(5.19 and later), and {_distrusted()}; use eager")
     elif cause == RF_CAUSE_OTHER_ENGINE:
         text = (
             f"another copy of rdmafork runs in this process, "

@@ -24,7 +24,7 @@ class SharedPageWarning(RuntimeWarning):
     """Memory was registered on a page that forked children need, and will lack.
 
     This happens only where whole pages are kept from children: on kernels whose copying
-    at fork cannot be trusted, and with RDMAFORK_EDGES=whole. Register a Buffer instead.
+    at fork cannot be trusted, and with RDMAFORK_TRUST_COPYING=0. Register a Buffer instead.
     """
 
     __module__ = "rdmafork"

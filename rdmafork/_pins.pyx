@@ -257,7 +257,7 @@ def _read_text(path):
 
 
 def _filtered_by_seccomp():
-    for line in _read_text("/proc/self/status").splitlines():
+    for line in _read_text("/proc/thread-self/status").splitlines():
         if line.startswith("Seccomp:"):
             return line.split()[1] != "0"
     return False

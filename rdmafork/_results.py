@@ -78,8 +78,10 @@ class KernelInfo(NamedTuple):
     release: str
     copy_on_fork: bool  #: pinned pages are copied for the child
     copy_on_fork_from: str  #: how that is known: "netlink" or "version"
-    copy_on_fork_trusted: bool  #: and no race loses them (5.19 and later)
-    copy_on_fork_trusted_from: str  #: how that is known: "version"
+    copy_on_fork_trusted: bool  #: and no race loses them (5.19 and later, some before)
+    #: how that is known: "version", "netlink", "probe" (from what the kernel does with a page)
+    #: or "environment" (RDMAFORK_TRUST_COPYING=0)
+    copy_on_fork_trusted_from: str
     page_size: int
     huge_page_sizes: tuple[int, ...]
     procmap_query: bool  #: what is mapped can be asked address by address (6.11)

@@ -555,7 +555,7 @@ def _device(directory: Directory, values: dict[str, object]) -> OSError | None:
     except OSError:
         values["driver"] = None
     # The device of a subfunction is below the PCI device.
-    parent = os.path.realpath(f"/proc/self/fd/{directory.fd}/device")
+    parent = os.path.realpath(f"/proc/thread-self/fd/{directory.fd}/device")
     addresses = re.findall(r"(?<=/)[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7](?=/|$)", parent)
     values["pci_address"] = addresses[-1] if addresses else None
     return failed

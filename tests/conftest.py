@@ -56,7 +56,7 @@ THREADS = int(os.environ.get("RDMAFORK_TEST_THREADS") or 1)
 FOREIGN = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "LD_PRELOAD")
 
 
-# Lazy mode is refused, or warned of, where the kernel's copying is not to be relied on.
+# Lazy mode is refused where the kernel's copying is not to be relied on.
 # A string is looked at by pytest itself, not in the fresh interpreters.
 needs_lazy = pytest.mark.skipif(
     "not __import__('rdmafork').kernel_info().copy_on_fork_trusted",
@@ -64,6 +64,14 @@ needs_lazy = pytest.mark.skipif(
 )
 LAZY = pytest.param("lazy", marks=needs_lazy)
 both_modes = pytest.mark.parametrize("mode", [LAZY, "eager"])
+
+# For env=: as on a kernel whose copying at fork cannot be trusted, where modes are eager.
+UNTRUSTED = {"RDMAFORK_TRUST_COPYING": "0"}
+# And for tests that take the variable's value: each mode there is, on each kind of kernel.
+modes_and_trust = pytest.mark.parametrize(
+    ("mode", "trust"),
+    [pytest.param("lazy", "", marks=needs_lazy), ("eager", ""), ("eager", "0")],
+)
 
 
 # ---- a fresh interpreter ----------------------------------------------------------------
@@ -83,11 +91,16 @@ class RemoteTraceback(Exception):
 
 
 def environment(env):
-    """This process's environment without what steers the engine, and with env; None removes."""
+    """This process's environment without what steers the engine, and with env; None removes.
+
+    RDMAFORK_TRUST_COPYING stays: with 0 all tests run as on a kernel that is not trusted.
+    """
     result = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("RDMAFORK_") or name.startswith("RDMAFORK_TEST_")
+        if not name.startswith("RDMAFORK_")
+        or name.startswith("RDMAFORK_TEST_")
+        or name in UNTRUSTED
     }
     for name in FOREIGN:
         result.pop(name, None)

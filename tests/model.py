@@ -80,8 +80,10 @@ class Model:
         self.pages[to] = Page(PAGE, page.shared, self.tick(), moved)
 
     def register(self, key, start, end, held, on_fork="omit"):
-        """False if it is to be refused, as something is not mapped, or cannot be wiped."""
+        """False if it is to be refused: not mapped, not to be wiped, or nothing copies it."""
         if on_fork == "wipe" and self.is_shared(start, end):
+            return False
+        if on_fork == "keep" and self.whole and not self.is_all_shared(start, end):
             return False
         waits = on_fork == "keep" or (self.lazy and held and on_fork == "omit")
         if not waits and self.has_hole(start, end):
@@ -143,6 +145,10 @@ class Model:
     def is_shared(self, start, end):
         """Is one of them shared?"""
         return any(self.pages[a].shared for a in self.pages_in(*self.to_mark(start, end)))
+
+    def is_all_shared(self, start, end):
+        shared = all(self.pages[a].shared for a in self.pages_in(start, end))
+        return shared and self.is_mapped(start, end)
 
     def is_certain(self):
         """All registered pages are those that were registered."""

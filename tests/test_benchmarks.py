@@ -228,6 +228,13 @@ def test_a_claim_breaks_beyond_its_bound_and_never_by_noise():
     assert worst.broken and worst.value == pytest.approx(0.12)
 
 
+def test_a_claim_of_the_least_samples_is_not_excused_by_a_run_that_was_disturbed():
+    runs = [run_with(12), run_with(30)]
+    assert not _claims.judged(LAZY_TO_NULL, runs).broken
+    assert _claims.judged(LAZY_TO_NULL._replace(least=True), runs).broken
+    assert not _claims.judged(LAZY_TO_NULL._replace(least=True), [run_with(9), run_with(30)]).broken
+
+
 def test_a_claim_that_cannot_be_checked_says_why_and_does_not_hold():
     claim = LAZY_TO_NULL._replace(theirs={"peer": "libibverbs"})
     verdict = _claims.judged(claim, [run_with(9)])

@@ -1,6 +1,7 @@
 """The benchmarks of fork(), a device, MPI and the import: each runs, and its JSON is complete."""
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -10,11 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FREE_THREADED, TIMEOUT, needs_lazy, needs_pins
+from conftest import FREE_THREADED, TIMEOUT, fresh, needs_lazy, needs_pins
 
 import rdmafork
 from rdmafork import _pins
-from rdmafork.benchmarks import _pool, fork_latency
+from rdmafork.benchmarks import _pool, _shapes, fork_latency, shapes
 from rdmafork.benchmarks._progress import Progress
 from rdmafork.benchmarks._workers import Skipped
 
@@ -127,6 +128,125 @@ def test_the_figures_of_fork_latency_are_written(latencies, tmp_path):
         "fork_latency-size.svg", "fork_latency-memory.svg", "fork_latency-ranges.svg",
     ]  # fmt: skip
     assert all("rdmafork lazy" in file.read_text() for file in files)
+
+
+# ---- shapes -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shaped(tmp_path_factory):
+    return document("shapes", tmp_path_factory.mktemp("shapes"))
+
+
+def test_each_shape_is_measured_or_skipped_with_a_reason(shaped):
+    rows = complete(shaped)
+    for name, shape in _shapes.SHAPES.items():
+        for peer in shape.peers():
+            for count in (shape.quick // 2, shape.quick):
+                there = of(rows, peer, shape=name, count=count)
+                why = [
+                    skip for skip in shaped["skipped"]
+                    if skip["peer"] in (peer, "all") and skip.get("shape", name) == name
+                ]  # fmt: skip
+                assert len(there) == 1 or why, (name, peer, count)
+
+
+def test_a_shape_is_compared_with_its_floor_and_with_half_of_it(shaped):
+    rows = shaped["rows"]
+    compared = 0
+    for row in rows:
+        same = {"shape": row["shape"], "count": row["count"]}
+        (floor,) = of(rows, _shapes.FLOOR, **same)
+        halves = of(rows, row["peer"], shape=row["shape"], count=row["count"] // 2)
+        assert ("growth" in row) == bool(halves)
+        for name in (*shapes.FORKS, *shapes.CHILDREN):
+            assert row[name]["minimum"] <= row[name]["quartiles"][0]
+        if row is floor:
+            continue
+        for key, names in (("fork_times", shapes.FORKS), ("child_times", shapes.CHILDREN)):
+            times = [row[name]["minimum"] / floor[name]["minimum"] for name in names]
+            assert row[key] == pytest.approx(max(times), rel=1e-3)
+            compared += 1
+    assert compared
+
+
+def test_a_shape_is_registered_whole(shaped):
+    for name, shape in _shapes.SHAPES.items():
+        for row in shaped["rows"]:
+            if row["shape"] == name:
+                wanted = row["count"] if shape.held else _shapes.UNHELD
+                assert row["reached"] == wanted, row
+                assert ("register_ns" in row) == (row["peer"] in _shapes.ENGINES)
+
+
+def test_a_kernel_without_procmap_query_is_imitated(shaped):
+    if not rdmafork.kernel_info().procmap_query:
+        pytest.skip("this kernel has no PROCMAP_QUERY")
+    count = _shapes.SHAPES["not held"].quick
+    asked, read = (
+        of(shaped["rows"], "rdmafork lazy", shape=shape, count=count)
+        for shape in ("not held", "not held, no PROCMAP_QUERY")
+    )
+    if not read:
+        pytest.skip(str(shaped["skipped"]))
+    # Each reads all mappings, rather than to ask for one.
+    assert read[0]["register_ns"]["minimum"] > 3 * asked[0]["register_ns"]["minimum"]
+
+
+@fresh
+def test_blocks_lie_on_the_pages_that_are_pinned_and_marked():
+    for name, shape in _shapes.SHAPES.items():
+        if shape.huge_pages(1):
+            continue
+        blocks, pages = shape.make(shape.quick)
+        last = pages.address + pages.nbytes + (pages.number - 1) * pages.stride
+        assert sum(run.number for run in blocks) == (shape.quick if shape.held else _shapes.UNHELD)
+        for run in blocks:
+            end = run.address + (run.number - 1) * run.stride + run.nbytes
+            assert pages.address <= run.address < end <= last, name
+
+
+def test_a_fork_and_its_growth_are_compared_by_their_least():
+    def row(peer, count, first, later):
+        return {
+            "peer": peer, "shape": "nested inwards", "count": count, "reached": count,
+            "first_fork_us": {"minimum": first}, "fork_us": {"minimum": later},
+            "first_child_us": {"minimum": 1}, "child_us": {"minimum": 1},
+            **({"register_ns": {"minimum": 50 * count}} if peer != _shapes.FLOOR else {}),
+        }  # fmt: skip
+
+    floor, half, full = (
+        row(_shapes.FLOOR, 8, 10, 10), row("rdmafork lazy", 4, 10, 10),
+        row("rdmafork lazy", 8, 40, 15),
+    )  # fmt: skip
+    shapes.compare([floor, half, full])
+    assert (full["fork_times"], full["child_times"], full["growth"]) == (4, 1, 4)
+    assert full["register_growth"] == 4  # twice as many, each twice as long
+    assert "fork_times" not in floor and "growth" not in floor and "fork_times" not in half
+
+
+class Full:
+    """A worker whose engine has no room for more."""
+
+    def ask(self, do):
+        assert do == "register"
+        return {"reached": 7, "register_ns": 50, "error": "ENOMEM"}
+
+
+def test_what_cannot_be_registered_whole_is_skipped_and_not_compared(monkeypatch):
+    peer, case = "rdmafork untrusted", {"shape": "isolated pages", "count": 8}
+    shape = _shapes.SHAPES["isolated pages"]
+    monkeypatch.setattr(shapes, "started", lambda *_, **__: contextlib.nullcontext({peer: Full()}))
+    skipped = []
+    assert shapes.case_rows(shape, case, [peer], 3, skipped) == []
+    told = {"peer": peer, **case, "reason": "no more than 7 registrations: ENOMEM"}
+    assert shapes.unique(skipped) == [told] and len(skipped) == 3
+
+
+def test_the_figure_of_shapes_is_written(shaped, tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    (file,) = shapes.plot(shaped, tmp_path)
+    assert file.name == "shapes.svg" and "rdmafork untrusted" in file.read_text()
 
 
 # ---- the others ---------------------------------------------------------------------------

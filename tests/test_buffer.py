@@ -33,6 +33,7 @@ from conftest import (
     mappings,
     mappings_now,
     marked,
+    modes_and_trust,
     read,
     run,
     smaps,
@@ -394,9 +395,8 @@ def test_it_is_registered_whole_from_the_first_moment_to_the_last(mode):
     assert marked(address, 4 * PAGE) == []
 
 
-@pytest.mark.parametrize("edges", ["", "whole"])
-@both_modes
-def test_registering_any_part_costs_no_system_call_and_no_mapping(mode, edges):
+@modes_and_trust
+def test_registering_any_part_costs_no_system_call_and_no_mapping(mode, trust):
     sections = traced(
         f"""
         rdmafork.fork_init({mode!r})
@@ -436,7 +436,7 @@ def test_registering_any_part_costs_no_system_call_and_no_mapping(mode, edges):
         mark("/mark/none")
         assert mappings() == count
         """,
-        env={"RDMAFORK_EDGES": edges},
+        env={"RDMAFORK_TRUST_COPYING": trust},
     )
     assert sections == {"before": [], "after": [], "across": []}
 

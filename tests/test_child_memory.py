@@ -23,11 +23,11 @@ from conftest import (
     MAP_FIXED,
     PAGE,
     SLOWNESS,
-    both_modes,
     child,
     libc,
     madvise,
     map_at,
+    modes_and_trust,
     run,
     unmap,
     write,
@@ -89,9 +89,9 @@ class Registered(NamedTuple):
 class Model:
     """whole: pages leave whole, and not only those that one registration fills."""
 
-    def __init__(self, pieces, whole, trusted):
+    def __init__(self, pieces, trusted):
         self.pieces = pieces
-        self.whole = whole
+        self.whole = not trusted
         self.trusted = trusted
         self.registered = []
 
@@ -335,10 +335,9 @@ def compare(found, parts, whose):
         assert states <= fate, f"{whose}: 0x{start:x}-0x{end:x} is {states}, to be {fate}"
 
 
-def explore(mode, whole, huge):
+def explore(mode, huge):
     rdmafork.fork_init(mode)
     trusted = rdmafork.kernel_info().copy_on_fork_trusted
-    whole = whole or not trusted
     # Its neighbours' bytes are the child's life.
     heap = (libc.malloc(50_000), 50_000)
     checked = Counter()
@@ -355,7 +354,7 @@ def explore(mode, whole, huge):
         for piece in pieces:
             make(piece)
         try:
-            live(data, Model(pieces, whole, trusted), checked)
+            live(data, Model(pieces, trusted), checked)
             checked["layouts"] += 1
         finally:
             for piece in pieces:
@@ -367,16 +366,14 @@ def explore(mode, whole, huge):
     assert checked[ABSENT] and checked[ZERO] and checked[PRESENT]
 
 
-@pytest.mark.parametrize("edges", ["", "whole"])
-@both_modes
-def test_a_child_finds_what_the_model_says(mode, edges):
-    env = {"RDMAFORK_EDGES": edges}
-    run(explore, mode, edges == "whole", False, env=env)
+@modes_and_trust
+def test_a_child_finds_what_the_model_says(mode, trust):
+    env = {"RDMAFORK_TRUST_COPYING": trust}
+    run(explore, mode, False, env=env)
 
 
-@pytest.mark.parametrize("edges", ["", "whole"])
-@both_modes
-def test_a_child_finds_what_the_model_says_of_huge_pages(mode, edges, hugepages):
+@modes_and_trust
+def test_a_child_finds_what_the_model_says_of_huge_pages(mode, trust, hugepages):
     hugepages(8)
-    env = {"RDMAFORK_EDGES": edges}
-    run(explore, mode, edges == "whole", True, env=env)
+    env = {"RDMAFORK_TRUST_COPYING": trust}
+    run(explore, mode, True, env=env)

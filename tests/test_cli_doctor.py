@@ -26,7 +26,7 @@ from test_pins import forbid_io_uring
 
 import rdmafork
 from rdmafork import _clocks, _pins
-from rdmafork.cli import doctor_limits, doctor_process, doctor_rdma, machine, main
+from rdmafork.cli import doctor_kernel, doctor_limits, doctor_process, doctor_rdma, machine, main
 from rdmafork.cli.doctor_process import Mapping
 
 COMMAND = [sys.executable, "-m", "rdmafork", "doctor"]
@@ -91,11 +91,31 @@ def test_every_row_has_its_evidence_and_each_trouble_its_cure():
         assert row["evidence"]
         assert row["status"] == "ok" or row["cure"] or row["what"] in ("io_uring", "memory limit")
     info = rdmafork.kernel_info()
-    status = "ok" if info.copy_on_fork_trusted else "warning"
+    chosen = info.copy_on_fork_trusted_from == "environment"
+    status = "ok" if info.copy_on_fork_trusted or chosen else "warning"
     expect(found["pinned pages at fork()"], status, info.release)
     mode = "lazy" if info.copy_on_fork_trusted else "eager"
     expect(found["rdmafork"], "ok", f"mode {mode}", "absent from a child")
     expect(found["vm.max_map_count"], "ok", f"{info.max_map_count:,}")
+
+
+@pytest.mark.parametrize(
+    ("trusted", "known_from", "status", "words"),
+    [
+        (True, "version", "ok", "safe and slow"),
+        (True, "probe", "ok", "treats pages as Linux 5.19 does"),
+        (False, "environment", "ok", "RDMAFORK_TRUST_COPYING=0"),
+        (False, "probe", "warning", "before 5.19 loses one"),
+        (False, "version", "warning", "before 5.19 loses one"),
+    ],
+)
+def test_how_its_copying_is_known_is_told(monkeypatch, trusted, known_from, status, words):
+    info = rdmafork.kernel_info()._replace(
+        copy_on_fork=True, copy_on_fork_trusted=trusted, copy_on_fork_trusted_from=known_from
+    )
+    monkeypatch.setattr(rdmafork, "kernel_info", lambda: info)
+    row = doctor_kernel.copying()
+    assert row.status == status and words in row.evidence
 
 
 def test_one_screen_of_eighty_columns():
@@ -321,7 +341,9 @@ def test_what_its_ibv_fork_init_does_was_tried():
     ],
 )
 def test_what_its_ibv_fork_init_does_is_judged(monkeypatch, found, trusted, status, words):
-    info = rdmafork.kernel_info()._replace(copy_on_fork_trusted=trusted)
+    info = rdmafork.kernel_info()._replace(
+        copy_on_fork_trusted=trusted, copy_on_fork_trusted_from="version"
+    )
     monkeypatch.setattr(rdmafork, "kernel_info", lambda: info)
     row = doctor_rdma.fork_support(found)
     assert row.status == status and words in row.evidence
@@ -407,12 +429,12 @@ def test_the_trap_of_zero_is_as_doctor_says(value):
 
 
 def test_variables_that_mean_nothing(capsys, monkeypatch):
-    found = said(capsys, monkeypatch, RDMAFORK_MODE="fast", RDMAFORK_EDGES="whole")
+    found = said(capsys, monkeypatch, RDMAFORK_MODE="fast", RDMAFORK_TRUST_COPYING="0")
     expect(found["RDMAFORK_MODE=fast"]._asdict(), "problem", "EINVAL", "lazy")
-    assert found["RDMAFORK_EDGES=whole"].status == "ok"
-    assert list(said(capsys, monkeypatch, RDMAFORK_MODE="", RDMAFORK_EDGES="")) == [
-        "RDMAFORK_MODE=", "RDMAFORK_EDGES=",
-    ]  # fmt: skip
+    assert found["RDMAFORK_TRUST_COPYING=0"].status == "ok"
+    found = said(capsys, monkeypatch, RDMAFORK_MODE="", RDMAFORK_TRUST_COPYING="no")
+    assert found["RDMAFORK_MODE="].status == "ok"
+    expect(found["RDMAFORK_TRUST_COPYING=no"]._asdict(), "problem", "EINVAL", "0 or 1")
 
 
 def test_another_installations_library_is_preloaded(capsys, monkeypatch):

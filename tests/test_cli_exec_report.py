@@ -90,8 +90,8 @@ def test_ranks_are_merged_into_one_table(tmp_path, capsys):
 
 def test_an_engine_that_does_not_start_is_told_and_the_program_runs(tmp_path, capsys):
     path = tmp_path / "r.json"
-    said = execute("--report", str(path), "--", "true", env={"RDMAFORK_EDGES": "round"})
-    assert said.startswith("rdmafork: not started: ") and "RDMAFORK_EDGES" in said
+    said = execute("--report", str(path), "--", "true", env={"RDMAFORK_TRUST_COPYING": "round"})
+    assert said.startswith("rdmafork: not started: ") and "RDMAFORK_TRUST_COPYING" in said
     assert main(["report", str(path)]) == 1
     assert "not started" in capsys.readouterr().out
 

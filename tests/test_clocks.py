@@ -1,6 +1,8 @@
 """The clocks the demo and the benchmarks stand on tell the truth: see rdmafork/_clocks.pyx."""
 
 import errno
+import os
+import resource
 
 import pytest
 from conftest import PAGE, PLACE, fresh, map_at, marked, private_map, run, unmap, write
@@ -33,6 +35,29 @@ def test_the_engine_can_be_timed_from_c():
     with pytest.raises(OSError) as caught:
         _clocks.engine_pair_ns(2**64 - PAGE, 2 * PAGE, 1)
     assert caught.value.errno == errno.EOVERFLOW
+
+
+@fresh
+def test_a_fork_is_timed_in_the_parent_and_in_the_child():
+    here, there = min(_clocks.fork_ns() for _ in range(3))
+    assert 0 < here < 10**9 and 0 < there < 10**9
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    if os.geteuid() == 0:  # the limit is not for root
+        os.setresuid(65534, 65534, 65534)
+    with pytest.raises(OSError) as caught:
+        _clocks.fork_ns()
+    assert caught.value.errno == errno.EAGAIN
+
+
+@fresh
+def test_memory_that_is_not_held_can_be_registered_from_c():
+    rdmafork.fork_init("lazy" if rdmafork.kernel_info().copy_on_fork_trusted else "eager")
+    memory, address = private_map(4 * PAGE)
+    memory[:] = bytes(4 * PAGE)
+    assert _clocks.engine_hold(address, PAGE) == (1, 0)
+    before = rdmafork.stats().madvise_calls
+    assert _clocks.engine_hold(address + 2 * PAGE, PAGE, held=False) == (1, 0)
+    assert rdmafork.stats().madvise_calls > before  # what may be unmapped is marked at once
 
 
 @fresh

@@ -5,7 +5,7 @@ import random
 import resource
 
 import pytest
-from conftest import PAGE, child, fork_once, fresh, marked, private_map, read
+from conftest import PAGE, UNTRUSTED, child, fork_once, fresh, marked, private_map, read
 
 import rdmafork
 from rdmafork import SharedPageWarning, register, register_address, stats
@@ -88,7 +88,7 @@ def test_any_order_of_closing_leaves_what_is_registered_marked():
 # ---- whole pages: what is beside registered bytes on a page is to come back to the child ------
 
 
-@fresh(env={"RDMAFORK_MODE": "eager", "RDMAFORK_EDGES": "whole"})
+@fresh(env=UNTRUSTED)
 def test_room_for_what_a_child_is_given_back_is_taken_at_once():
     rdmafork.fork_init()
     memory, start = private_map(5000 * PAGE)
@@ -103,7 +103,7 @@ def test_room_for_what_a_child_is_given_back_is_taken_at_once():
     del inner
 
 
-@fresh(env={"RDMAFORK_MODE": "eager", "RDMAFORK_EDGES": "whole"})
+@fresh(env=UNTRUSTED)
 def test_what_cannot_be_given_back_is_warned_of():
     rdmafork.fork_init()
     libc = ctypes.CDLL(None)

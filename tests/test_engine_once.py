@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,101 @@ def test_of_many_copies_one_runs(run, tmp_path):
     for path in paths:
         shutil.copy(rdmafork.get_library(), path)
     run(_copies_of_many, paths)
+
+
+NAMESPACE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+void *load_apart(const char *path)
+{
+    return dlmopen(LM_ID_NEWLM, path, RTLD_NOW | RTLD_LOCAL);
+}
+"""
+
+
+@pytest.fixture
+def apart(tmp_path):
+    """A library that loads others where the loader finds them by no name."""
+    source = tmp_path / "apart.c"
+    source.write_text(NAMESPACE)
+    return compile_c(tmp_path / "apart.so", "-shared", "-fPIC", source)
+
+
+def _load_apart(apart, path):
+    load = ctypes.CDLL(apart).load_apart
+    load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    handle = load(os.fsencode(path))
+    assert handle
+    return ctypes.CDLL(path, handle=handle)
+
+
+def _namespace_second(apart, path):
+    copy = _load_apart(apart, path)
+    works()
+    for mode in (AUTO, LAZY, EAGER):
+        rc, text = start_c(copy, mode)
+        assert (rc, text) == (-errno.EEXIST, os.path.realpath(rdmafork.get_library()))
+    assert copy.rf_mode() == 0
+    # A child's is what its parent's was.
+    assert child(start_c, copy) == (-errno.EEXIST, os.path.realpath(rdmafork.get_library()))
+    assert child(lambda: works() or True)
+    works()
+
+
+def test_a_copy_in_another_namespace_may_not_start(run, copied, apart):
+    run(_namespace_second, str(apart), copied)
+
+
+def _namespace_first(apart, path):
+    copy = _load_apart(apart, path)
+    assert start_c(copy) == (0, "")
+    assert start_c(copy) == (0, "")
+    with pytest.raises(OSError, match="another copy") as caught:
+        rdmafork.fork_init()
+    assert caught.value.errno == errno.EEXIST
+    assert path in str(caught.value)
+    assert rdmafork.stats().mode is None
+    assert child(start_c, copy) == (0, "")
+
+
+def test_a_copy_that_runs_in_another_namespace_is_named(run, copied, apart):
+    run(_namespace_first, str(apart), copied)
+
+
+PROGRAM = """
+#include "rdmafork.h"
+#include <dlfcn.h>
+#include <stdio.h>
+#include <unistd.h>
+int main(int argc, char **argv)
+{
+    struct rf_error error = { 0 };
+    int (*start)(enum rf_mode, struct rf_error *);
+    void *other = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
+    int first;
+
+    if (argc > 2)
+        execl(argv[0], argv[0], argv[1], (char *)NULL);
+    *(void **)&start = dlsym(other, "rf_fork_init");
+    printf("%d ", rf_fork_init(RF_MODE_AUTO, &error));
+    first = start(RF_MODE_AUTO, &error);
+    printf("%d %s\\n", first, error.text);
+    return 0;
+}
+"""
+
+
+@pytest.mark.parametrize("exported", [True, False], ids=["exported", "hidden"])
+def test_an_engine_within_the_program_is_found(tmp_path, exported):
+    source = tmp_path / "program.c"
+    source.write_text(PROGRAM)
+    csrc = Path(rdmafork.get_include())
+    tree = Path(__file__).parent.parent / "csrc"
+    flags = ["-pthread", f"-I{csrc}", f"-I{tree}", *(["-rdynamic"] if exported else [])]
+    program = compile_c(tmp_path / "program", *flags, source, *sorted(tree.rglob("*.c")), "-ldl")
+    library = rdmafork.get_library()
+    said = subprocess.check_output([program, library], text=True, timeout=60)
+    assert said == f"0 {-errno.EEXIST} {program}\n"
 
 
 # ---- unloading ----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from conftest import (
     libc,
     madvise,
     map_at,
+    modes_and_trust,
     private_map,
     read,
     run,
@@ -194,10 +195,9 @@ DEATHS = {
 }
 
 
-@both_modes
-@pytest.mark.parametrize("edges", ["", "whole"])
-def test_a_stale_pointer_faults_and_hits_nobody(mode, edges):
-    ends, written, hit = run(use_stale_pointers, mode, env={"RDMAFORK_EDGES": edges})
+@modes_and_trust
+def test_a_stale_pointer_faults_and_hits_nobody(mode, trust):
+    ends, written, hit = run(use_stale_pointers, mode, env={"RDMAFORK_TRUST_COPYING": trust})
     assert ends == DEATHS
     assert written == {errno.EFAULT}
     assert hit == 0

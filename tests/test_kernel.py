@@ -62,10 +62,31 @@ def test_max_map_count():
 
 def test_copying_and_trust_follow_the_version():
     assert INFO.copy_on_fork_from in ("netlink", "version")
-    assert INFO.copy_on_fork_trusted_from == "version"
     if INFO.copy_on_fork_from == "version":
         assert INFO.copy_on_fork == (VERSION >= (5, 12))
-    assert INFO.copy_on_fork_trusted == (INFO.copy_on_fork and VERSION >= (5, 19))
+    if INFO.copy_on_fork_trusted_from == "environment":
+        assert os.environ["RDMAFORK_TRUST_COPYING"] == "0" and not INFO.copy_on_fork_trusted
+    elif INFO.copy_on_fork_trusted_from == "probe":
+        assert INFO.copy_on_fork_from == "netlink" and (5, 12) <= VERSION < (5, 19)
+    else:
+        assert INFO.copy_on_fork_trusted_from == ("version" if INFO.copy_on_fork else INFO[2])
+        assert INFO.copy_on_fork_trusted == (INFO.copy_on_fork and VERSION >= (5, 19))
+
+
+@fresh
+def test_until_the_engine_starts_trust_follows_the_environment():
+    os.environ["RDMAFORK_TRUST_COPYING"] = "1"
+    found = rdmafork.kernel_info()
+    os.environ["RDMAFORK_TRUST_COPYING"] = "0"
+    how = "environment" if found.copy_on_fork_trusted else found.copy_on_fork_trusted_from
+    expected = found._replace(copy_on_fork_trusted=False, copy_on_fork_trusted_from=how)
+    assert rdmafork.kernel_info() == expected
+    os.environ["RDMAFORK_TRUST_COPYING"] = "nonsense"
+    assert rdmafork.kernel_info() == found
+    os.environ["RDMAFORK_TRUST_COPYING"] = "0"
+    rdmafork.fork_init()
+    del os.environ["RDMAFORK_TRUST_COPYING"]
+    assert rdmafork.kernel_info() == expected
 
 
 def netlink_answer():

@@ -320,10 +320,10 @@ def popen(_parent):
 SITUATIONS = [
     pytest.param("heap", "lazy", "", marks=LAZY.marks),
     ("heap", "eager", ""),
-    ("heap", "auto", "whole"),
-    ("Buffer", "auto", "whole"),
+    ("heap", "auto", "0"),
+    ("Buffer", "auto", "0"),
 ]
-situations = pytest.mark.parametrize(("memory", "mode", "edges"), SITUATIONS)
+situations = pytest.mark.parametrize(("memory", "mode", "trust"), SITUATIONS)
 
 
 def meet(name, memory, mode):
@@ -335,8 +335,8 @@ def meet(name, memory, mode):
 
 @situations
 @pytest.mark.parametrize("name", KILLERS)
-def test_no_child_is_killed(name, memory, mode, edges):
-    run(meet, name, memory, mode, env={"RDMAFORK_EDGES": edges})
+def test_no_child_is_killed(name, memory, mode, trust):
+    run(meet, name, memory, mode, env={"RDMAFORK_TRUST_COPYING": trust})
 
 
 def meet_unarmed(name):
@@ -378,8 +378,8 @@ def have_children(memory, mode, seed):
 
 
 @situations
-def test_ten_thousand_children(memory, mode, edges):
+def test_ten_thousand_children(memory, mode, trust):
     seed = int(os.environ.get("RDMAFORK_TEST_SEED") or int.from_bytes(os.urandom(4), "big"))
     print(f"RDMAFORK_TEST_SEED={seed}")
-    lived = run(have_children, memory, mode, seed, env={"RDMAFORK_EDGES": edges})
+    lived = run(have_children, memory, mode, seed, env={"RDMAFORK_TRUST_COPYING": trust})
     assert lived > 0.9 * CHILDREN

@@ -24,6 +24,7 @@ from conftest import (
     PAGE,
     PLACE,
     SLOWNESS,
+    UNTRUSTED,
     both_modes,
     child,
     fork_once,
@@ -32,6 +33,7 @@ from conftest import (
     madvise,
     map_at,
     marked,
+    modes_and_trust,
     pages,
     private_map,
     read,
@@ -474,11 +476,10 @@ def test_08_mixed_page_sizes(mode, variable):
     run(mixed_page_sizes, "rdmafork", mode, env={"RDMAV_HUGEPAGES_SAFE": variable})
 
 
-@both_modes
 @pytest.mark.parametrize("variable", [None, "1"])
-def test_08_mixed_page_sizes_with_whole_edges(mode, variable):
-    env = {"RDMAV_HUGEPAGES_SAFE": variable, "RDMAFORK_EDGES": "whole"}
-    run(mixed_page_sizes, "rdmafork", mode, env=env)
+def test_08_mixed_page_sizes_on_an_untrusted_kernel(variable):
+    env = {"RDMAV_HUGEPAGES_SAFE": variable, **UNTRUSTED}
+    run(mixed_page_sizes, "rdmafork", "eager", env=env)
 
 
 @contextlib.contextmanager
@@ -492,10 +493,9 @@ def huge_page(shared=False):
             unmap(address, HUGE)
 
 
-@both_modes
-@pytest.mark.parametrize("edges", ["", "whole"])
-def test_08_a_failure_among_huge_pages_leaves_nothing(mode, edges):
-    run(failure_among_huge_pages, mode, env={"RDMAFORK_EDGES": edges})
+@modes_and_trust
+def test_08_a_failure_among_huge_pages_leaves_nothing(mode, trust):
+    run(failure_among_huge_pages, mode, env={"RDMAFORK_TRUST_COPYING": trust})
 
 
 def failure_among_huge_pages(mode):
@@ -517,10 +517,9 @@ def failure_among_huge_pages(mode):
             assert stats.unreleased_bytes == 0
 
 
-@both_modes
-@pytest.mark.parametrize("edges", ["", "whole"])
-def test_08_base_pages_that_became_a_huge_page(mode, edges):
-    run(base_pages_that_became_a_huge_page, mode, env={"RDMAFORK_EDGES": edges})
+@modes_and_trust
+def test_08_base_pages_that_became_a_huge_page(mode, trust):
+    run(base_pages_that_became_a_huge_page, mode, env={"RDMAFORK_TRUST_COPYING": trust})
 
 
 def base_pages_that_became_a_huge_page(mode):
@@ -546,10 +545,9 @@ def base_pages_that_became_a_huge_page(mode):
 
 # Shared huge pages bear a mark until the next fork asks; then none may be left, whatever
 # part of them is still registered.
-@both_modes
-@pytest.mark.parametrize("edges", ["", "whole"])
-def test_08_parts_of_shared_huge_pages(mode, edges):
-    run(parts_of_shared_huge_pages, mode, env={"RDMAFORK_EDGES": edges})
+@modes_and_trust
+def test_08_parts_of_shared_huge_pages(mode, trust):
+    run(parts_of_shared_huge_pages, mode, env={"RDMAFORK_TRUST_COPYING": trust})
 
 
 def parts_of_shared_huge_pages(mode):
@@ -611,7 +609,7 @@ def test_10_wishes_that_change_later(mode):
     assert marked(address, 4 * PAGE) == [address + PAGE]
     for name, value in (
         ("RDMAV_HUGEPAGES_SAFE", "1"),
-        ("RDMAFORK_EDGES", "whole"),
+        ("RDMAFORK_TRUST_COPYING", "0"),
         ("RDMAFORK_MODE", "eager" if mode == "lazy" else "lazy"),
     ):
         os.environ[name] = value

@@ -18,6 +18,7 @@ from conftest import (
     Owner,
     child,
     map_at,
+    modes_and_trust,
     needs_lazy,
     remap,
     run,
@@ -306,14 +307,14 @@ def marked_pages():
     return found
 
 
-def play(mode, whole, huge, seed, ops):
+def play(mode, huge, seed, ops):
     """Episodes of random operations; what was checked, counted."""
     import rdmafork
 
     rdmafork.fork_init()
     assert rdmafork.stats().mode == mode
     # Where copying cannot be trusted, whole pages go in any case.
-    whole = whole or not rdmafork.kernel_info().copy_on_fork_trusted
+    whole = not rdmafork.kernel_info().copy_on_fork_trusted
     checked = collections.Counter()
     while checked["operations"] < ops:
         # Nobody else's, or the kernel is too old to say.
@@ -335,26 +336,14 @@ def play(mode, whole, huge, seed, ops):
     return checked
 
 
-VARIANTS = [
-    pytest.param(
-        mode,
-        edges,
-        id=f"{mode}-{edges or 'default'}",
-        marks=[needs_lazy] if mode == "lazy" else [],
-    )
-    for mode in ("lazy", "eager")
-    for edges in ("", "whole")
-]
-
-
-def play_fresh(mode, edges, huge):
+def play_fresh(mode, trust, huge):
     """Until enough has been done of all there is to do."""
     # The same on every run: what it says is about the change. RDMAFORK_TEST_SEED=random explores.
     wish = os.environ.get("RDMAFORK_TEST_SEED") or "1"
     seed = int.from_bytes(os.urandom(4), "big") if wish == "random" else int(wish)
     print(f"RDMAFORK_TEST_SEED={seed}, {OPS} operations")
-    env = {"RDMAFORK_MODE": mode, "RDMAFORK_EDGES": edges}
-    checked = run(play, mode, edges == "whole", huge, seed, OPS, env=env)
+    env = {"RDMAFORK_MODE": mode, "RDMAFORK_TRUST_COPYING": trust}
+    checked = run(play, mode, huge, seed, OPS, env=env)
     print(dict(checked))
     # The truth was not avoided by having nothing to say.
     assert checked["operations"] >= OPS
@@ -365,25 +354,25 @@ def play_fresh(mode, edges, huge):
     assert checked["refused"] > OPS / 1000
 
 
-@pytest.mark.parametrize(("mode", "edges"), VARIANTS)
-def test_random_operations(mode, edges):
-    play_fresh(mode, edges, huge=False)
+@modes_and_trust
+def test_random_operations(mode, trust):
+    play_fresh(mode, trust, huge=False)
 
 
-@pytest.mark.parametrize(("mode", "edges"), VARIANTS)
-def test_random_operations_among_huge_pages(mode, edges, hugepages):
+@modes_and_trust
+def test_random_operations_among_huge_pages(mode, trust, hugepages):
     hugepages(2 * SLOTS)
-    play_fresh(mode, edges, huge=True)
+    play_fresh(mode, trust, huge=True)
 
 
 @pytest.mark.parametrize(
-    ("seed", "mode", "edges"),
+    ("seed", "mode", "trust"),
     [
         # Held memory was let go of that others had registered unheld: mapped anew as shared
         # memory it was marked by the next fork.
-        pytest.param(2838522267, "lazy", "whole", marks=needs_lazy),
+        (2838522267, "eager", "0"),
         # A registration that failed cut what was left over of a huge page that is no more.
-        (2402387261, "eager", "whole"),
+        (2402387261, "eager", "0"),
         # What was left over of a huge page outlived the registration it waited for, which had
         # become shared memory, and was reported as advice.
         pytest.param(2051841047, "lazy", "", marks=needs_lazy),
@@ -391,7 +380,7 @@ def test_random_operations_among_huge_pages(mode, edges, hugepages):
         pytest.param(4009575409, "lazy", "", marks=needs_lazy),
     ],
 )
-def test_what_random_operations_found(seed, mode, edges, hugepages):
+def test_what_random_operations_found(seed, mode, trust, hugepages):
     hugepages(2 * SLOTS)
-    env = {"RDMAFORK_MODE": mode, "RDMAFORK_EDGES": edges}
-    run(play, mode, edges == "whole", True, seed, 4 * EPISODE, env=env)
+    env = {"RDMAFORK_MODE": mode, "RDMAFORK_TRUST_COPYING": trust}
+    run(play, mode, True, seed, 4 * EPISODE, env=env)

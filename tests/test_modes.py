@@ -9,6 +9,7 @@ import pytest
 from conftest import (
     PAGE,
     PLACE,
+    UNTRUSTED,
     both_modes,
     child,
     fork_once,
@@ -50,7 +51,7 @@ def test_the_environment_chooses_the_mode(value, mode):
         assert run(code, wish, env=env) == wish
 
 
-@pytest.mark.parametrize("name", ["RDMAFORK_MODE", "RDMAFORK_EDGES"])
+@pytest.mark.parametrize("name", ["RDMAFORK_MODE", "RDMAFORK_TRUST_COPYING"])
 def test_a_value_that_means_nothing_is_refused(name):
     def refused(error):
         assert error.value.errno == errno.EINVAL
@@ -63,6 +64,54 @@ def test_a_value_that_means_nothing_is_refused(name):
         env = {name: "nonsense", "RDMAV_FORK_SAFE": "1"}
         run("import rdmafork\nrdmafork.register(b'x' * 10000)", env=env)
     refused(caught)
+
+
+@pytest.mark.parametrize("value", ["", "1", None])
+@fresh
+def test_a_kernel_is_what_it_is_where_the_environment_does_not_say_otherwise(value):
+    os.environ.pop("RDMAFORK_TRUST_COPYING", None)
+    found = rdmafork.kernel_info()
+    if value is not None:
+        os.environ["RDMAFORK_TRUST_COPYING"] = value
+    rdmafork.fork_init()
+    assert rdmafork.kernel_info() == found
+    assert found.copy_on_fork_trusted_from != "environment"
+    assert stats().mode == ("lazy" if found.copy_on_fork_trusted else "eager")
+
+
+@pytest.mark.parametrize("name", ["fork_init", "RDMAFORK_MODE"])
+@fresh(env=UNTRUSTED)
+def test_lazy_is_refused_where_copying_is_not_trusted(name):
+    assert not rdmafork.kernel_info().copy_on_fork_trusted
+    if name == "RDMAFORK_MODE":
+        os.environ[name] = "lazy"
+    with pytest.raises(OSError, match="lazy mode relies on") as caught:
+        rdmafork.fork_init(*["lazy"] * (name == "fork_init"))
+    assert caught.value.errno == errno.ENOTSUP
+    by_environment = rdmafork.kernel_info().copy_on_fork_trusted_from == "environment"
+    expected = "RDMAFORK_TRUST_COPYING=0" if by_environment else os.uname().release
+    assert expected in str(caught.value) and "use eager" in str(caught.value)
+    assert stats().mode is None
+    os.environ.pop("RDMAFORK_MODE", None)
+    rdmafork.fork_init()
+    assert stats().mode == "eager"
+    memory, address = private_map(4 * PAGE)
+    with register(memory):
+        assert marked(address, 4 * PAGE) == pages(address, 4)
+    with pytest.raises(OSError, match="be trusted") as caught:
+        register(memory, on_fork="keep")
+    assert caught.value.errno == errno.ENOTSUP and expected in str(caught.value)
+
+
+@needs_lazy
+@fresh
+def test_what_is_in_force_stays_so_when_the_environment_changes():
+    rdmafork.fork_init()
+    os.environ["RDMAFORK_TRUST_COPYING"] = "0"
+    rdmafork.fork_init()
+    rdmafork.fork_init("lazy")
+    assert rdmafork.kernel_info().copy_on_fork_trusted
+    assert stats().mode == "lazy"
 
 
 @pytest.mark.parametrize("name", ["RDMAV_FORK_SAFE", "IBV_FORK_SAFE"])

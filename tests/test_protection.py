@@ -16,6 +16,7 @@ from conftest import (
     HUGE,
     PAGE,
     PLACE,
+    UNTRUSTED,
     Owner,
     both_modes,
     child,
@@ -26,6 +27,7 @@ from conftest import (
     map_at,
     mappings,
     marked,
+    modes_and_trust,
     needs_lazy,
     needs_pins,
     pages,
@@ -174,17 +176,15 @@ def test_the_child_keeps_every_byte_that_was_not_registered(mode):
     assert child(bytes, memory) == bytes(memory)
 
 
-@both_modes
-@fresh(env={"RDMAFORK_EDGES": "whole"})
-def test_whole_edges(mode):
-    rdmafork.fork_init(mode)
+@fresh(env=UNTRUSTED)
+def test_whole_edges():
+    rdmafork.fork_init()
     memory, address = private_map(8 * PAGE)
     registrations = [
         register(memoryview(memory)[PAGE + 100 : PAGE + 164]),
         register(memoryview(memory)[3 * PAGE - 1 : 3 * PAGE + 1]),
     ]
-    if mode == "eager":
-        assert marked(address, 8 * PAGE) == pages(address + PAGE, 3)
+    assert marked(address, 8 * PAGE) == pages(address + PAGE, 3)
     fork_once()
     assert marked(address, 8 * PAGE) == pages(address + PAGE, 3)
     memory[:] = b"w" * len(memory)
@@ -252,10 +252,9 @@ def test_the_parent_s_pages_stay_where_they_are(mode):
 # ---- shared memory -------------------------------------------------------------------------
 
 
-@both_modes
-@pytest.mark.parametrize("edges", ["", "whole"])
-def test_shared_memory_is_the_child_s_too(mode, edges):
-    run(shared_memory, mode, env={"RDMAFORK_EDGES": edges})
+@modes_and_trust
+def test_shared_memory_is_the_child_s_too(mode, trust):
+    run(shared_memory, mode, env={"RDMAFORK_TRUST_COPYING": trust})
 
 
 def shared_memory(mode):
@@ -663,11 +662,10 @@ def test_no_more_than_half_of_the_mappings():
 # ---- huge pages ----------------------------------------------------------------------------
 
 
-@both_modes
-@pytest.mark.parametrize("edges", ["", "whole"])
-def test_a_few_bytes_of_a_huge_page_take_all_of_it(mode, edges, hugepages):
+@modes_and_trust
+def test_a_few_bytes_of_a_huge_page_take_all_of_it(mode, trust, hugepages):
     hugepages(3)
-    run(few_bytes_of_a_huge_page, mode, env={"RDMAFORK_EDGES": edges})
+    run(few_bytes_of_a_huge_page, mode, env={"RDMAFORK_TRUST_COPYING": trust})
 
 
 def few_bytes_of_a_huge_page(mode):
@@ -765,11 +763,10 @@ def shared_huge_pages(mode):
 # ---- a device ------------------------------------------------------------------------------
 
 
-@both_modes
-@pytest.mark.parametrize("edges", ["", "whole"])
+@modes_and_trust
 @needs_pins
-def test_a_device_reaches_the_parent_after_forks(mode, edges, tmp_path):
-    run(device, mode, str(tmp_path / "file"), env={"RDMAFORK_EDGES": edges})
+def test_a_device_reaches_the_parent_after_forks(mode, trust, tmp_path):
+    run(device, mode, str(tmp_path / "file"), env={"RDMAFORK_TRUST_COPYING": trust})
 
 
 def device(mode, path):

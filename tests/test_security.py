@@ -185,7 +185,7 @@ def test_flags_of_one_s_own_leave_it_optimized(built):
 # Every variable that means something to rdmafork, with what would be noticed.
 VARIABLES = {
     "RDMAFORK_MODE": "nonsense",
-    "RDMAFORK_EDGES": "nonsense",
+    "RDMAFORK_TRUST_COPYING": "nonsense",
     "RDMAFORK_EXEC": "1",
     "RDMAFORK_KEEP_DEVICES": "1",
     "RDMAFORK_RANK": "7",

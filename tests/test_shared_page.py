@@ -7,12 +7,10 @@ import threading
 import warnings
 
 import pytest
-from conftest import PAGE, both_modes, child, fresh, private_map, read, write
+from conftest import PAGE, UNTRUSTED, child, fresh, private_map, read, write
 
 import rdmafork
 from rdmafork import Buffer, SharedPageWarning, register, register_address
-
-WHOLE = {"RDMAFORK_EDGES": "whole"}
 
 
 def control_block():
@@ -39,7 +37,7 @@ def in_a_thread(function):
     return results[0]
 
 
-@fresh(env=WHOLE)
+@fresh(env=UNTRUSTED)
 def test_the_child_keeps_every_byte_that_was_not_registered():
     rdmafork.fork_init("eager")
     _memory, address = private_map(8 * PAGE)
@@ -53,7 +51,7 @@ def test_the_child_keeps_every_byte_that_was_not_registered():
         assert read(address, 8 * PAGE) == b"x" * 8 * PAGE
 
 
-@fresh(env=WHOLE)
+@fresh(env=UNTRUSTED)
 def test_it_may_write_there_and_give_it_to_its_own_children():
     rdmafork.fork_init("eager")
     _memory, address = private_map(2 * PAGE)
@@ -68,7 +66,7 @@ def test_it_may_write_there_and_give_it_to_its_own_children():
         assert read(address, 5) == b"xxxxx"
 
 
-@fresh(env=WHOLE)
+@fresh(env=UNTRUSTED)
 def test_nothing_is_said_where_all_is_given_back():
     rdmafork.fork_init("eager")
     with warnings.catch_warnings():
@@ -82,11 +80,10 @@ def test_nothing_is_said_where_all_is_given_back():
         registration.close()
 
 
-@both_modes
 @pytest.mark.parametrize("where", ["main", "thread"])
-@fresh(env=WHOLE)
-def test_what_fork_itself_uses_is_named_once_a_call_site(where, mode):
-    rdmafork.fork_init(mode)
+@fresh(env=UNTRUSTED)
+def test_what_fork_itself_uses_is_named_once_a_call_site(where):
+    rdmafork.fork_init()
 
     def twice():
         address = control_block() + 16
@@ -108,7 +105,7 @@ def test_what_fork_itself_uses_is_named_once_a_call_site(where, mode):
     assert "rdmafork.Buffer" in message
 
 
-@fresh(env=WHOLE)
+@fresh(env=UNTRUSTED)
 def test_a_warning_made_an_error_leaves_nothing_registered():
     rdmafork.fork_init("eager")
     with warnings.catch_warnings():
@@ -118,7 +115,7 @@ def test_a_warning_made_an_error_leaves_nothing_registered():
     assert rdmafork.stats().registrations == 0 and not rdmafork.protected_ranges()
 
 
-@fresh(env=WHOLE)
+@fresh(env=UNTRUSTED)
 def test_the_head_of_an_arena_is_named():
     """In another thread malloc() takes from an arena, which begins at a multiple of 64 MiB."""
     rdmafork.fork_init("eager")

@@ -3,8 +3,7 @@
  * Which descriptors of this process are RDMA devices', whoever opened them: an open
  * /dev/infiniband/uverbsN, the channels its events come through, and the connection
  * manager's rdma_cm. That takes no command from a child, but as long as a child has it
- * a dead parent's identifiers live on, and its ports stay taken. Told by what
- * /proc/self/fd says of each, in a child, where no other thread opens any more.
+ * a dead parent's identifiers live on, and its ports stay taken.
  */
 #ifndef RF_DEVICES_H
 #define RF_DEVICES_H

@@ -45,9 +45,7 @@ static const char *describe(const struct rf_error *error)
 	case RF_CAUSE_ENVIRONMENT:
 		return "a variable means nothing";
 	case RF_CAUSE_UNTRUSTED:
-		return "lazy mode is not for this kernel, which does not copy at fork";
-	case RF_CAUSE_KERNEL:
-		return "this kernel has no MADV_DONTFORK";
+		return "lazy mode is not for this kernel, whose copying at fork is not trusted";
 	case RF_CAUSE_OTHER_ENGINE:
 		return "another copy of rdmafork runs here";
 	default:
@@ -79,7 +77,7 @@ void rf_exit_report_fork(uint64_t began)
 
 	if (rf_likely(!report.on))
 		return;
-	report.absent_last_bytes = engine->advisor.ranges.marked_bytes;
+	report.absent_last_bytes = engine->tracker.ranges.marked_bytes;
 	report.absent_bytes += report.absent_last_bytes;
 	ns = rf_sys_now() - began;
 	report.handler_ns += ns;

@@ -32,10 +32,10 @@ static int map_near(uintptr_t entry, size_t page_size)
 		return 0;
 	for (distance = STEP; distance < REACH; distance += STEP) {
 		at = start - distance;
-		rc = start > distance ? rf_sys_map_at(at, page_size, RF_READ_WRITE) : -EEXIST;
+		rc = start > distance ? rf_sys_map_at(at, page_size, PROT_READ | PROT_WRITE) : -EEXIST;
 		if (rc < 0) {
 			at = start + distance;
-			rc = rf_sys_map_at(at, page_size, RF_READ_WRITE);
+			rc = rf_sys_map_at(at, page_size, PROT_READ | PROT_WRITE);
 		}
 		if (rc >= 0)
 			break;

@@ -31,6 +31,10 @@ def _head(report: Report) -> Iterator[str]:
     copies = f"copies pinned pages at fork() ({how[kernel['copy_on_fork_from']]})"
     if kernel["copy_on_fork_trusted"]:
         what = f"This kernel {copies}: safe, but slow."
+    elif kernel["copy_on_fork_trusted_from"] == "environment":
+        what = (
+            f"This kernel {copies}, and RDMAFORK_TRUST_COPYING=0 keeps rdmafork from relying on it."
+        )
     elif kernel["copy_on_fork"]:
         what = f"This kernel {copies}, but before 5.19 it can lose one that moves meanwhile."
     else:

@@ -24,6 +24,13 @@ def copying() -> Row:
     known = {"netlink": "it says so over RDMA netlink", "version": "known from its version"}
     how = f"Linux {info.release}, {known[info.copy_on_fork_from]}"
     what = "pinned pages at fork()"
+    if info.copy_on_fork_trusted_from == "environment":
+        text = (
+            "the kernel copies them, and RDMAFORK_TRUST_COPYING=0 keeps rdmafork from relying on it"
+        )
+        return ok(what, f"{text} ({how})")
+    if info.copy_on_fork_trusted_from == "probe" and info.copy_on_fork_trusted:
+        how += "; it treats pages as Linux 5.19 does"
     if info.copy_on_fork_trusted:
         return ok(what, f"the kernel copies them, safe and slow ({how})")
     cure = "call rdmafork.fork_init() first, or start programs with rdmafork exec"

@@ -50,7 +50,7 @@ def _kernel_devices() -> list[rdmafork.Device]:
 def fork_support(found: dict[str, Any]) -> Row:
     """What its own ibv_fork_init() does here; found: what doctor_probe saw."""
     what = "its ibv_fork_init()"
-    trusted = rdmafork.kernel_info().copy_on_fork_trusted
+    info = rdmafork.kernel_info()
     if found["error"]:
         return warning(what, f"fails with {os.strerror(found['error'])}")
     states = {0: "DISABLED", 1: "ENABLED", 2: "UNNEEDED", None: "nothing, it is too old"}
@@ -59,7 +59,7 @@ def fork_support(found: dict[str, Any]) -> Row:
         text = "marks every registration's whole pages, two system calls each"
         return ok(what, f"{text}, and a child is without them; {status}")
     text = f"does nothing, as this kernel copies pinned pages; {status}"
-    if trusted:
+    if info.copy_on_fork_trusted or info.copy_on_fork_trusted_from == "environment":
         return ok(what, f"{text}: safe, and every fork() copies all that is pinned")
     return warning(
         what,
@@ -181,7 +181,10 @@ def huge_pages_safe() -> Iterator[Row]:
 
 
 def engine() -> Iterator[Row]:
-    allowed = {"RDMAFORK_MODE": ("", "auto", "lazy", "eager"), "RDMAFORK_EDGES": ("", "whole")}
+    allowed = {
+        "RDMAFORK_MODE": ("", "auto", "lazy", "eager"),
+        "RDMAFORK_TRUST_COPYING": ("", "0", "1"),
+    }
     for name, values in allowed.items():
         value = os.environ.get(name)
         if value is None:

@@ -180,9 +180,12 @@ def _preload(there: str) -> str:
 
 def _mode(mode: str) -> str:
     info = rdmafork.kernel_info()
-    if mode == "lazy" and not info.copy_on_fork:
-        text = f"mode lazy relies on a kernel that copies pinned pages, and {info.release} does not"
-        raise Refused(FAILED, f"{text}: use --mode eager")
+    if mode == "lazy" and not info.copy_on_fork_trusted:
+        text = "mode lazy relies on a kernel whose copies of pinned pages at fork can be trusted"
+        why = f"and those of {info.release} cannot"
+        if info.copy_on_fork_trusted_from == "environment":
+            why = "and RDMAFORK_TRUST_COPYING=0 says that this one's are not"
+        raise Refused(FAILED, f"{text}, {why}: use --mode eager")
     return mode
 
 

@@ -6,13 +6,18 @@
 #define BASE 0x10000000ul
 
 struct page {
-	uint32_t count;
-	bool mark;
-	uint8_t nature, flags;
+	uint32_t counts[RF_FINDS];
+	uint8_t mark, nature, flags;
+};
+
+/* What is registered, and what it wants a child to find. */
+struct registration {
+	struct interval pages;
+	uint8_t finds;
 };
 
 static struct page pages[MODEL_PAGES];
-static struct interval live[MODEL_LIVE];
+static struct registration live[MODEL_LIVE];
 static size_t live_count;
 static struct rf_ranges ranges;
 
@@ -21,211 +26,180 @@ static uintptr_t address(size_t page)
 	return BASE + page * 4096;
 }
 
+static bool is_counted(const struct page *page)
+{
+	return page->counts[0] || page->counts[1] || page->counts[2];
+}
+
 static bool present(const struct page *page)
 {
-	return page->count || page->mark;
+	return page->mark || is_counted(page);
 }
 
 static bool same(const struct page *left, const struct page *right)
 {
-	return left->count == right->count && left->mark == right->mark &&
-	       left->nature == right->nature && left->flags == right->flags;
+	return !memcmp(left, right, sizeof(*left));
 }
 
-/* The list says of every page what the model says, in as few ranges as can be. */
+static void compare_page(const struct page *page, const struct rf_range *range, size_t at)
+{
+	size_t i;
+
+	for (i = 0; i < RF_FINDS; i++)
+		CHECK(range->counts[i] == page->counts[i], "page %zu, count %zu", at, i);
+	CHECK(range->mark == page->mark, "page %zu: %d, not %d", at, range->mark, page->mark);
+	CHECK(range->nature == page->nature, "page %zu: %d, not %d", at, range->nature,
+	      page->nature);
+	CHECK(range->flags == page->flags, "page %zu: %d, not %d", at, range->flags, page->flags);
+	CHECK(rf_ranges_find(&ranges, address(at)) == range);
+	CHECK(rf_ranges_find(&ranges, address(at + 1) - 1) == range);
+}
+
+/* The list says of every page what the model says, in as few ranges as a leaf can have. */
 void model_compare(void)
 {
-	size_t at, next, runs = 0, marked = 0, count = 0;
 	struct rf_cursor cursor = { 0, 0 };
 	const struct rf_range *range = rf_ranges_at(&ranges, cursor);
+	size_t at, marked = 0, edges = 0, fewest = 0, count = 0;
+	uint8_t before = RF_MARK_NONE;
 
 	for (at = 0; at < MODEL_PAGES; at++) {
-		marked += pages[at].mark;
-		runs += pages[at].mark && (!at || !pages[at - 1].mark);
-	}
-	for (at = 0; at < MODEL_PAGES; at = next) {
-		next = at + 1;
+		marked += !!pages[at].mark;
+		edges += before != pages[at].mark;
+		before = pages[at].mark;
 		if (!present(&pages[at]))
 			continue;
-		while (next < MODEL_PAGES && present(&pages[next]) &&
-		       same(&pages[at], &pages[next]))
-			next++;
+		fewest += !at || !present(&pages[at - 1]) || !same(&pages[at - 1], &pages[at]);
 		CHECK(range, "page %zu is missing", at);
-		CHECK(range->start == address(at) && range->end == address(next),
-		      "pages %zu to %zu: [%lu, %lu)", at, next, (range->start - BASE) / 4096,
+		CHECK(range->start <= address(at) && address(at + 1) <= range->end,
+		      "page %zu: [%lu, %lu)", at, (range->start - BASE) / 4096,
 		      (range->end - BASE) / 4096);
-		CHECK(range->count == pages[at].count, "page %zu", at);
-		CHECK(range->mark == pages[at].mark, "page %zu", at);
-		CHECK(range->nature == pages[at].nature, "page %zu: %d, not %d", at, range->nature,
-		      pages[at].nature);
-		CHECK(range->flags == pages[at].flags, "page %zu: %d, not %d", at, range->flags,
-		      pages[at].flags);
-		CHECK(rf_ranges_find(&ranges, address(at)) == range);
-		CHECK(rf_ranges_find(&ranges, address(next) - 1) == range);
+		compare_page(&pages[at], range, at);
+		if (range->end > address(at + 1))
+			continue;
 		range = rf_ranges_next(&ranges, &cursor);
 		count++;
 	}
 	CHECK(!range, "a range too many");
-	CHECK(ranges.count == count && rf_ranges_runs(&ranges) == runs);
+	CHECK(ranges.count == count && count < fewest + ranges.leaf_count + !fewest, "%zu, not %zu",
+	      count, fewest);
+	CHECK(ranges.mark_edges == edges + (before != RF_MARK_NONE), "%u", ranges.mark_edges);
 	CHECK(ranges.marked_bytes == marked * 4096);
 }
 
-static void tidy(size_t start, size_t end)
+static void forget_absent(size_t start, size_t end)
 {
-	size_t at;
-
-	rf_ranges_tidy(&ranges, address(start), address(end));
-	for (at = start; at < end; at++)
-		if (!present(&pages[at]))
-			memset(&pages[at], 0, sizeof(pages[at]));
+	for (; start < end; start++)
+		if (!present(&pages[start]))
+			memset(&pages[start], 0, sizeof(pages[start]));
 }
 
-/* What a plan marks, or unmarks, is just what changes its mark. */
-static void check_planned(const struct rf_plan *plan, size_t start, size_t end,
-			  bool (*changes)(const struct page *))
+static void change(size_t start, size_t end, const struct rf_change *change)
 {
-	size_t at;
-
-	for (at = start; at < end; at++)
-		CHECK(changes(&pages[at]) ==
-			      (plan->start <= address(at) && address(at) < plan->end),
-		      "page %zu of [%zu, %zu)", at, start, end);
-	CHECK(plan->start == plan->end ||
-	      (plan->start >= address(start) && plan->end <= address(end)));
+	rf_ranges_change(&ranges, address(start), address(end), change);
 }
 
-static bool is_unmarked(const struct page *page)
+static void count_page(struct page *page, const struct rf_change *change)
 {
-	return !page->mark;
-}
+	uint8_t set = change->set;
 
-static bool is_last_marked(const struct page *page)
-{
-	return page->mark && page->count == 1;
-}
-
-static bool never(const struct page *page)
-{
-	(void)page;
-	return false;
-}
-
-static bool add_planned(size_t start, size_t end, uint8_t flags)
-{
-	bool mark = check_below(2);
-	struct rf_plan plan;
-	struct page *page;
-
-	if (!rf_ranges_plan_add(&ranges, rf_ranges_seek(&ranges, address(start)), address(start),
-				address(end), mark, flags, &plan))
-		return false;
-	check_planned(&plan, start, end, mark ? is_unmarked : never);
-	rf_ranges_commit(&ranges, &plan);
-	for (page = pages + start; page < pages + end; page++) {
-		CHECK(!page->count || !((page->flags | flags) & RF_RANGE_DOUBT));
-		CHECK(!(page->flags & RF_RANGE_RETRY) && (page->count || !page->mark));
-		page->count++;
-		page->flags |= page->mark ? 0 : flags;
-		page->mark |= mark;
+	if (!is_counted(page) && page->mark) {
+		page->flags = RF_RANGE_DOUBT;
+		page->nature = RF_NATURE_UNASKED;
 	}
-	return true;
-}
-
-static bool sub_planned(size_t start, size_t end)
-{
-	struct rf_plan plan;
-	struct page *page;
-
-	if (!rf_ranges_plan_sub(&ranges, address(start), address(end), &plan))
-		return false;
-	check_planned(&plan, start, end, is_last_marked);
-	rf_ranges_commit(&ranges, &plan);
-	for (page = pages + start; page < pages + end; page++) {
-		CHECK(page->count == 1 || !(page->flags & RF_RANGE_DOUBT));
-		CHECK(!(page->flags & RF_RANGE_RETRY));
-		if (!--page->count)
-			memset(page, 0, sizeof(*page));
+	if (page->mark && !(page->flags & RF_RANGE_DOUBT))
+		set &= (uint8_t)~RF_RANGE_DUE;
+	page->counts[change->finds]++;
+	page->flags |= set;
+	/* Mapped anew, perhaps: whoever registers here now cannot rely on what it was. */
+	if (page->flags & RF_RANGE_DOUBT)
+		page->nature = RF_NATURE_UNASKED;
+	if (change->remark && !page->mark && page->nature != RF_NATURE_SHARED) {
+		page->mark = change->mark;
+		page->flags &= (uint8_t)~RF_RANGE_DUE;
 	}
-	return true;
 }
 
-static void add(size_t start, size_t end, uint8_t flags)
+static void add(size_t start, size_t end)
 {
-	struct page *page;
+	static const uint8_t flags[] = { 0, RF_RANGE_DOUBT, RF_RANGE_DUE };
+	struct rf_change more = {
+		.count = 1,
+		.finds = (uint8_t)check_below(RF_FINDS),
+		.set = flags[check_below(3)],
+		.remark = check_below(2),
+		.mark = RF_MARK_DONTFORK,
+	};
+	size_t at;
 
 	CHECK(rf_ranges_reserve(&ranges, (uint32_t)live_count + 1) == 0);
-	live[live_count++] = (struct interval){ start, end };
-	if (check_below(2) && add_planned(start, end, flags))
-		return;
-	rf_ranges_add(&ranges, address(start), address(end), flags);
-	for (page = pages + start; page < pages + end; page++) {
-		if (!page->count && page->mark) {
-			page->flags = RF_RANGE_DOUBT;
-			page->nature = RF_NATURE_UNASKED;
+	live[live_count++] = (struct registration){ { start, end }, more.finds };
+	change(start, end, &more);
+	for (at = start; at < end; at++) {
+		if (!present(&pages[at])) {
+			pages[at].flags = more.set;
+			pages[at].mark = more.remark ? more.mark : RF_MARK_NONE;
+			pages[at].counts[more.finds] = 1;
+		} else {
+			count_page(&pages[at], &more);
 		}
-		page->count++;
-		page->flags |= flags;
-		/* Mapped anew, perhaps: whoever registers here now cannot rely on what it was. */
-		if (page->flags & RF_RANGE_DOUBT)
-			page->nature = RF_NATURE_UNASKED;
 	}
-	tidy(start, end);
 }
 
 static void sub(size_t which)
 {
-	struct interval old = live[which];
+	struct registration old = live[which];
+	struct rf_change less = {
+		.count = -1,
+		.finds = old.finds,
+		.remark = check_below(2),
+		.mark = RF_MARK_NONE,
+	};
 	struct page *page;
 
 	live[which] = live[--live_count];
-	if (check_below(2) && sub_planned(old.start, old.end))
-		return;
-	rf_ranges_sub(&ranges, address(old.start), address(old.end));
-	for (page = pages + old.start; page < pages + old.end; page++) {
-		page->count--;
-		if (!page->count)
-			page->flags &= (uint8_t)~(RF_RANGE_DOUBT | RF_RANGE_DUE);
+	change(old.pages.start, old.pages.end, &less);
+	for (page = pages + old.pages.start; page < pages + old.pages.end; page++) {
+		page->counts[old.finds]--;
+		if (is_counted(page))
+			continue;
+		page->flags &= (uint8_t)~(RF_RANGE_DOUBT | RF_RANGE_DUE);
+		if (less.remark)
+			page->mark = RF_MARK_NONE;
 	}
-	tidy(old.start, old.end);
+	forget_absent(old.pages.start, old.pages.end);
 }
 
 static void set(size_t start, size_t end)
 {
 	static const uint8_t some[] = { RF_RANGE_DOUBT, RF_RANGE_DUE, RF_RANGE_RETRY,
-					RF_RANGE_DUE | RF_RANGE_RETRY };
-	uint8_t flags = some[check_below(4)], clear = some[check_below(4)];
-	uint8_t value = (uint8_t)check_below(3);
-	size_t what = check_below(4), at;
+					RF_RANGE_DUE | RF_RANGE_STUCK };
+	struct rf_change what = { .set = 0 };
+	struct page *page;
 
-	while (start < end && !present(&pages[start]))
-		start++;
-	if (start == end)
-		return;
-	for (at = start; what == 0 && at < end; at++)
-		if (!present(&pages[at]))
-			end = at;
+	switch (check_below(3)) {
+	case 0:
+		what.remark = true;
+		what.mark = (uint8_t)check_below(3);
+		break;
+	case 1:
+		what.rename = true;
+		what.nature = (uint8_t)check_below(4);
+		break;
+	default:
+		what.set = some[check_below(4)];
+		what.clear = some[check_below(4)];
+	}
 	CHECK(rf_ranges_reserve(&ranges, (uint32_t)live_count) == 0);
-	if (what != 1) {
-		rf_ranges_cut(&ranges, address(start));
-		rf_ranges_cut(&ranges, address(end));
-	}
-	if (what == 0)
-		rf_ranges_set_mark(&ranges, address(start), address(end), value & 1);
-	else if (what == 1)
-		rf_ranges_set_nature(&ranges, address(start), address(end), value);
-	else if (what == 2)
-		rf_ranges_set_flags(&ranges, address(start), address(end), flags, clear);
-	for (at = start; at < end; at++) {
-		if (!present(&pages[at]))
+	change(start, end, &what);
+	for (page = pages + start; page < pages + end; page++) {
+		if (!present(page))
 			continue;
-		if (what == 0)
-			pages[at].mark = value & 1;
-		else if (what == 1)
-			pages[at].nature = value;
-		else if (what == 2)
-			pages[at].flags = (uint8_t)((pages[at].flags | flags) & ~clear);
+		page->mark = what.remark ? what.mark : page->mark;
+		page->nature = what.rename ? what.nature : page->nature;
+		page->flags = (uint8_t)((page->flags | what.set) & ~what.clear);
 	}
-	tidy(start, end);
+	forget_absent(start, end);
 }
 
 void model_step(struct interval next)
@@ -235,7 +209,7 @@ void model_step(struct interval next)
 	if (live_count == MODEL_LIVE || (choice < 3 && live_count)) {
 		sub(check_below(live_count));
 	} else if (choice < 7) {
-		add(next.start, next.end, check_below(3) ? 0 : RF_RANGE_DOUBT);
+		add(next.start, next.end);
 	} else {
 		size_t start = check_below(MODEL_PAGES);
 
@@ -252,21 +226,13 @@ void model_begin(void)
 
 void model_end(void)
 {
-	size_t page;
+	const struct rf_change unmark = { .remark = true, .mark = RF_MARK_NONE };
 
 	while (live_count)
 		sub(live_count - 1);
-	for (page = 0; page < MODEL_PAGES; page++) {
-		if (!pages[page].mark)
-			continue;
-		pages[page].mark = false;
-		rf_ranges_cut(&ranges, address(page));
-		rf_ranges_cut(&ranges, address(page + 1));
-		rf_ranges_set_mark(&ranges, address(page), address(page + 1), false);
-		tidy(page, page + 1);
-	}
-	tidy(0, MODEL_PAGES);
+	change(0, MODEL_PAGES, &unmark);
+	memset(pages, 0, sizeof(pages));
 	rf_ranges_check(&ranges);
 	model_compare();
-	CHECK(!ranges.count && ranges.leaf_count <= 1 && !ranges.retries);
+	CHECK(!ranges.count && ranges.leaf_count <= 1);
 }

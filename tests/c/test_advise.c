@@ -53,7 +53,7 @@ static void whole_edges_mark_all_pages_touched(void)
 	char *memory = check_map(8);
 	struct rf_handle handle, tiny;
 
-	setenv("RDMAFORK_EDGES", "whole", 1);
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
 	check_start(RF_MODE_EAGER);
 	handle = check_register(memory + 100, 3 * check_page, RF_HELD);
 	CHECK(check_marked(memory, 8) == 4);

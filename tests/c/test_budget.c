@@ -11,12 +11,10 @@ static void distrust_the_kernel(void)
 {
 	static struct rf_kernel kernel;
 
-	kernel = *rf_engine.advisor.kernel;
+	kernel = *rf_engine.tracker.kernel;
 	kernel.copy_trusted = 0;
-	rf_engine.advisor.kernel = &kernel;
-	rf_engine.advisor.whole = true;
-	rf_engine.advisor.contested = true;
-	rf_engine.advisor.required = true;
+	rf_engine.tracker.kernel = &kernel;
+	rf_engine.tracker.contested = true;
 }
 
 #define PIECES 40
@@ -30,7 +28,7 @@ static void the_budget_is_kept_and_what_is_left_is_counted(void)
 
 	check_needs_lazy();
 	check_start(RF_MODE_EAGER);
-	rf_engine.advisor.vma_budget = 32;
+	rf_engine.tracker.vma_budget = 32;
 	for (i = 0; i < PIECES; i++) {
 		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
 		CHECK(rf_stats(&stats) == 0 && stats.vmas <= 32);
@@ -61,7 +59,7 @@ static void the_fold_gives_vmas_to_the_longest(void)
 
 	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
-	rf_engine.advisor.vma_budget = 32;
+	rf_engine.tracker.vma_budget = 32;
 	for (i = 0; i < PIECES; i++)
 		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
 	handles[i] = check_register(memory + 2 * PIECES * check_page, 64 * check_page, RF_HELD);
@@ -83,7 +81,7 @@ static void past_the_budget_nothing_is_claimed_where_copying_is_not_trusted(void
 
 	check_start(RF_MODE_EAGER);
 	distrust_the_kernel();
-	rf_engine.advisor.vma_budget = 2 * PIECES - 2;
+	rf_engine.tracker.vma_budget = 2 * PIECES - 2;
 	for (i = 0; i < PIECES - 1; i++)
 		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
 	CHECK(rf_register(memory + 2 * i * check_page, check_page, RF_HELD, RF_OMIT, &handle,
@@ -112,17 +110,17 @@ static void at_the_budget_too_memory_mapped_anew_is_protected(void)
 
 	check_needs_lazy();
 	check_start(RF_MODE_EAGER);
-	rf_engine.advisor.vma_budget = 8;
+	rf_engine.tracker.vma_budget = 8;
 	first = check_register(at, 2 * check_page, 0);
 	for (i = 5; i < 12; i++)
 		pieces[used++] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
-	CHECK(rf_engine.advisor.ranges.mark_edges == 8);
+	CHECK(rf_engine.tracker.ranges.mark_edges == 8);
 	CHECK(mmap(at, 2 * check_page, PROT_READ | PROT_WRITE,
 		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at);
 	CHECK(check_marked(at, 2) == 0);
 	wider = check_register(at, 4 * check_page, 0);
 	CHECK(check_marked(at, 4) == 4);
-	CHECK(rf_engine.advisor.ranges.mark_edges == 8);
+	CHECK(rf_engine.tracker.ranges.mark_edges == 8);
 	/* What has no mark at all waits, and is not said to have one. */
 	other = check_register(memory, check_page, 0);
 	CHECK(check_marked(memory, 1) == 0);
@@ -151,7 +149,7 @@ static void what_could_not_be_left_to_the_kernel_is_left_once(void)
 	check_start(RF_MODE_EAGER);
 	for (i = 0; i < 5; i++)
 		handles[i] = check_register(memory + i * check_page, check_page, RF_HELD);
-	rf_engine.advisor.vma_budget = 2;
+	rf_engine.tracker.vma_budget = 2;
 	/* Its own page is unmarked, and nothing of what is one run too many by that. */
 	rf_sys_fail_from(2, ENOMEM);
 	check_release(handles[2]);
@@ -162,7 +160,7 @@ static void what_could_not_be_left_to_the_kernel_is_left_once(void)
 	check_fork();
 	CHECK(rf_stats(&stats) == 0 && stats.left_ranges == 1);
 	CHECK(check_marked(memory, 5) == 2);
-	rf_engine.advisor.vma_budget = 32;
+	rf_engine.tracker.vma_budget = 32;
 	check_fork();
 	CHECK(rf_stats(&stats) == 0 && stats.left_ranges == 0);
 	CHECK(check_marked(memory, 5) == 4);
@@ -187,7 +185,7 @@ static void releases_keep_to_the_budget_too(void)
 
 	check_needs_lazy();
 	check_start(RF_MODE_EAGER);
-	rf_engine.advisor.vma_budget = 32;
+	rf_engine.tracker.vma_budget = 32;
 	for (i = 0; i < 2 * PIECES; i++)
 		handles[i] = check_register(memory + i * check_page, check_page, RF_HELD);
 	CHECK(check_marked(memory, 2 * PIECES) == 2 * PIECES);
@@ -262,7 +260,7 @@ static void a_failure_does_not_forget_what_waits(void)
 	/* Where maps must be read as text there is no memory for it now: the undoing waits, too. */
 	CHECK(rf_stats(&stats) == 0);
 	CHECK(stats.unreleased_bytes == 7 * check_page ||
-		      (!rf_engine.advisor.kernel->procmap_query &&
+		      (!rf_engine.tracker.kernel->procmap_query &&
 		       stats.unreleased_bytes == 10 * check_page),
 	      "%lu", (unsigned long)stats.unreleased_bytes);
 	check_give_back_vmas();

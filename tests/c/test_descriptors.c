@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -133,6 +134,26 @@ static void a_number_that_names_another_file_stays(void)
 	CHECK(rf_descriptor_release(device) == -ENOENT);
 }
 
+static bool is_epoll(int fd)
+{
+	return names(fd, "anon_inode:[eventpoll]");
+}
+
+/* An epoll, an eventfd and a device's event channel all have the one anonymous inode. */
+static void a_number_that_names_another_anonymous_file_stays(void)
+{
+	int event = eventfd(0, EFD_CLOEXEC), epoll = epoll_create1(EPOLL_CLOEXEC);
+
+	CHECK(rf_descriptor_omit(event, 0) == 0);
+	CHECK(in_child(is_null, event));
+	CHECK(dup2(epoll, event) == event);
+	CHECK(in_child(is_epoll, event));
+	CHECK(rf_descriptor_omit(event, 0) == 0);
+	CHECK(in_child(is_null, event) && in_child(is_epoll, epoll));
+	CHECK(rf_descriptor_release(event) == 0);
+	CHECK(in_child(is_epoll, event));
+}
+
 static char *from_file, *of_another;
 
 static bool is_private_zeros(int unused)
@@ -248,6 +269,52 @@ static void the_reserve_may_be_lost(void)
 	CHECK(is_device(reserve() < 0 ? device : reserve()));
 }
 
+static bool is_open_null(int fd)
+{
+	return names(fd, "/dev/null") && write(fd, "", 1) == 1;
+}
+
+/* After closefrom(), say: the number of ours names the program's own /dev/null. */
+static void the_program_s_own_dev_null_is_left_to_it(void)
+{
+	int device = open_device(), null;
+
+	CHECK(rf_descriptor_omit(device, 0) == 0);
+	null = reserve();
+	close(null);
+	CHECK(open("/dev/null", O_RDWR | O_CLOEXEC) == null);
+	CHECK(in_child(is_open_null, null) && in_child(is_null, device));
+	CHECK(rf_descriptor_release(device) == 0);
+	CHECK(is_open_null(null));
+	close(null);
+	/* One for reading, too. */
+	CHECK(rf_descriptor_omit(device, 0) == 0);
+	CHECK(reserve() == null);
+	close(null);
+	CHECK(open("/dev/null", O_RDONLY | O_CLOEXEC) == null);
+	CHECK(in_child(is_null, null) && in_child(is_null, device));
+	CHECK(rf_descriptor_release(device) == 0);
+	CHECK(is_null(null));
+}
+
+static void the_first_descriptor_is_one_like_another(void)
+{
+	int device = open_device();
+
+	CHECK(dup2(device, 0) == 0);
+	CHECK(rf_descriptor_omit(0, 0) == 0);
+	CHECK(in_child(is_null_for_grandchildren, 0) && in_child(is_device, device));
+	CHECK(is_device(0) && reserve() > 0);
+	CHECK(rf_descriptor_release(0) == 0 && rf_descriptor_release(0) == -ENOENT);
+	CHECK(in_child(is_device, 0));
+	/* And it may be where the reserve is. */
+	close(0);
+	CHECK(rf_descriptor_omit(device, 0) == 0 && reserve() == 0);
+	CHECK(in_child(is_null, device) && in_child(is_closed, 0));
+	CHECK(rf_descriptor_release(device) == 0);
+	CHECK(is_closed(0) && is_device(device));
+}
+
 static bool fails_at_every_call(int fd)
 {
 	unsigned long nth, faults = rf_sys_faults();
@@ -318,8 +385,8 @@ static void a_child_that_cannot_duplicate_closes(void)
 	unsigned long nth;
 
 	CHECK(rf_descriptor_omit(device, 0) == 0);
-	/* The reserve looked at, this one looked at, duplicated. */
-	for (nth = 3; nth < 8; nth++) {
+	/* The reserve looked at, twice, this one looked at, duplicated. */
+	for (nth = 4; nth < 8; nth++) {
 		failing = nth;
 		CHECK(in_child(is_out_of_reach, device), "call %lu", nth);
 	}
@@ -425,10 +492,13 @@ int main(int argc, char **argv)
 		SCENARIO(a_child_finds_dev_null),
 		SCENARIO(any_number_of_them),
 		SCENARIO(a_number_that_names_another_file_stays),
+		SCENARIO(a_number_that_names_another_anonymous_file_stays),
 		SCENARIO(what_is_mapped_from_it_goes_too),
 		SCENARIO(among_very_many_mappings),
 		SCENARIO(bad_numbers_are_refused),
 		SCENARIO(the_reserve_may_be_lost),
+		SCENARIO(the_program_s_own_dev_null_is_left_to_it),
+		SCENARIO(the_first_descriptor_is_one_like_another),
 		SCENARIO(failures_change_nothing),
 		SCENARIO(a_child_that_cannot_duplicate_closes),
 		SCENARIO(a_raw_clone_may_share_them),

@@ -35,15 +35,10 @@ static void fill(void)
 		memory[at] = (char)value_at(at);
 }
 
-static void start(const char *edges, enum rf_mode mode)
-{
-	setenv("RDMAFORK_EDGES", edges, 1);
-	check_start(mode);
-}
-
 static void start_whole(void)
 {
-	start("whole", RF_MODE_EAGER);
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
 }
 
 static void prepare_memory(size_t pages)
@@ -113,26 +108,34 @@ static void expect(size_t start, size_t end, enum state state)
 	memset(expected + start, (int)state, end - start);
 }
 
-/* What whole pages mean for @regions: a page somebody omits is absent if nothing is left. */
-static void model(const struct region *regions, size_t count)
+static bool fills(const struct region *region, size_t first, size_t page_size)
 {
-	size_t first, i, at;
+	return region->start <= first && first + page_size <= region->end;
+}
+
+/* A page that a registration fills goes by its policy, the others are copied as a whole. */
+static void model_pages(const struct region *regions, size_t count, size_t page_size)
+{
+	size_t first, i;
 
 	expect(0, nbytes, PRESENT);
-	for (i = 0; i < count; i++)
-		expect(regions[i].start, regions[i].end, ZERO);
-	for (first = 0; first < nbytes; first += check_page) {
-		bool omitted = false, left = false;
+	for (first = 0; first < nbytes; first += page_size) {
+		bool omitted = false, wiped = false;
 
-		for (i = 0; i < count; i++)
+		for (i = 0; i < count; i++) {
 			omitted |= regions[i].policy == RF_OMIT &&
-				   regions[i].start < first + check_page &&
-				   regions[i].end > first;
-		for (at = first; at < first + check_page; at++)
-			left |= expected[at] == PRESENT;
-		if (omitted && !left)
-			expect(first, first + check_page, ABSENT);
+				   fills(&regions[i], first, page_size);
+			wiped |= regions[i].policy == RF_WIPE &&
+				 fills(&regions[i], first, page_size);
+		}
+		if (omitted || wiped)
+			expect(first, first + page_size, omitted ? ABSENT : ZERO);
 	}
+}
+
+static void model(const struct region *regions, size_t count)
+{
+	model_pages(regions, count, check_page);
 }
 
 static void add(struct region *region, size_t start, size_t end, enum rf_policy policy)
@@ -215,6 +218,7 @@ static void parts_of_huge_pages(enum rf_mode mode)
 		{ 4096, 12288 },
 		{ (1 << 20) + 5, (2 << 20) - 1 },
 		{ (2 << 20) - 9, (2 << 20) + 9 },
+		{ 0, (2 << 20) + 5 },
 	};
 	struct region regions[COUNT_OF(ends)];
 	size_t i;
@@ -222,15 +226,15 @@ static void parts_of_huge_pages(enum rf_mode mode)
 	nbytes = 2 * CHECK_HUGE;
 	memory = check_map_huge(2, MAP_PRIVATE);
 	fill();
-	start("", mode);
+	check_start(mode);
 	for (i = 0; i < COUNT_OF(ends); i++) {
 		add(&regions[i], ends[i][0], ends[i][1], RF_OMIT);
-		model(regions, i + 1);
+		model_pages(regions, i + 1, CHECK_HUGE);
 		check_children();
 	}
 	for (i = 0; i < COUNT_OF(ends); i++) {
 		check_release(regions[i].handle);
-		model(regions + i + 1, COUNT_OF(ends) - i - 1);
+		model_pages(regions + i + 1, COUNT_OF(ends) - i - 1, CHECK_HUGE);
 		check_children();
 	}
 	check_empty();
@@ -256,12 +260,12 @@ static void many_in_one_huge_page(void)
 	nbytes = CHECK_HUGE;
 	memory = check_map_huge(1, MAP_PRIVATE);
 	fill();
-	start("", RF_MODE_EAGER);
+	check_start(RF_MODE_EAGER);
 	for (i = 0; i < COUNT_OF(regions); i++)
 		add(&regions[i], 2 * i * 1000, (2 * i + 1) * 1000, RF_OMIT);
 	check_fork();
-	CHECK(rf_engine.edges.spare->mapped <= (size_t)256 << 20);
-	model(regions, COUNT_OF(regions));
+	CHECK(rf_engine.list.spare->mapped <= (size_t)256 << 20);
+	model_pages(regions, COUNT_OF(regions), CHECK_HUGE);
 	check_children();
 	for (i = 0; i < COUNT_OF(regions); i++)
 		check_release(regions[i].handle);
@@ -428,12 +432,12 @@ static void much_room_is_given_back(void)
 		handles[i] = check_register(memory + i * check_page, 1, RF_HELD);
 	for (i = 0; i < 2; i++)
 		check_fork();
-	CHECK(rf_engine.edges.shown->mapped > count * (check_page - 1));
-	CHECK(rf_engine.edges.spare->mapped > count * (check_page - 1));
+	CHECK(rf_engine.list.shown->mapped > count * (check_page - 1));
+	CHECK(rf_engine.list.spare->mapped > count * (check_page - 1));
 	for (i = 0; i < count; i++)
 		check_release(handles[i]);
 	check_fork();
-	CHECK(!rf_engine.edges.shown && !rf_engine.edges.spare);
+	CHECK(!rf_engine.list.shown && !rf_engine.list.spare);
 	check_empty();
 	/* And it is taken again. */
 	handles[0] = check_register(memory, 1, RF_HELD);
@@ -442,7 +446,7 @@ static void much_room_is_given_back(void)
 	check_release(handles[0]);
 	/* The usual room stays: registrations come again. */
 	check_fork();
-	CHECK(rf_engine.edges.shown && rf_engine.edges.spare);
+	CHECK(rf_engine.list.shown && rf_engine.list.spare);
 	free(handles);
 }
 

@@ -38,12 +38,83 @@ static void auto_asks_kernel_and_environment(void)
 	CHECK(init(RF_MODE_AUTO) == -EINVAL && error.cause == RF_CAUSE_ENVIRONMENT);
 	CHECK(strstr(error.text, "RDMAFORK_MODE=sometimes"));
 	setenv("RDMAFORK_MODE", "", 1);
-	setenv("RDMAFORK_EDGES", "some", 1);
+	setenv("RDMAFORK_TRUST_COPYING", "no", 1);
 	CHECK(init(RF_MODE_AUTO) == -EINVAL && error.cause == RF_CAUSE_ENVIRONMENT);
+	CHECK(strstr(error.text, "RDMAFORK_TRUST_COPYING=no"));
 	CHECK(rf_mode() == RF_MODE_NONE);
-	setenv("RDMAFORK_EDGES", "", 1);
+	setenv("RDMAFORK_TRUST_COPYING", kernel.copy_trusted ? "" : "0", 1);
 	CHECK(init(RF_MODE_AUTO) == 0);
 	CHECK(rf_mode() == (kernel.copy_trusted ? RF_MODE_LAZY : RF_MODE_EAGER));
+}
+
+static void a_kernel_is_not_trusted_where_the_environment_says_so(void)
+{
+	struct rf_kernel found, kernel;
+
+	setenv("RDMAFORK_TRUST_COPYING", "1", 1);
+	rf_kernel_info(&found);
+	CHECK(found.trust_how != RF_HOW_ENVIRONMENT);
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	rf_kernel_info(&kernel);
+	CHECK(!kernel.copy_trusted && kernel.copy_on_fork == found.copy_on_fork);
+	CHECK(kernel.trust_how == (found.copy_trusted ? RF_HOW_ENVIRONMENT : found.trust_how));
+	CHECK(init(RF_MODE_LAZY) == -ENOTSUP && error.cause == RF_CAUSE_UNTRUSTED);
+	setenv("RDMAFORK_MODE", "lazy", 1);
+	CHECK(init(RF_MODE_AUTO) == -ENOTSUP && error.cause == RF_CAUSE_UNTRUSTED);
+	unsetenv("RDMAFORK_MODE");
+	CHECK(rf_mode() == RF_MODE_NONE);
+	CHECK(init(RF_MODE_AUTO) == 0 && rf_mode() == RF_MODE_EAGER);
+	/* What is in force stays so, whatever becomes of the environment. */
+	unsetenv("RDMAFORK_TRUST_COPYING");
+	CHECK(init(RF_MODE_AUTO) == 0);
+	rf_kernel_info(&kernel);
+	CHECK(!kernel.copy_trusted);
+}
+
+static void a_trusted_kernel_stays_trusted_while_the_engine_runs(void)
+{
+	struct rf_kernel kernel;
+	pid_t child;
+
+	check_needs_lazy();
+	CHECK(init(RF_MODE_AUTO) == 0);
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	CHECK(init(RF_MODE_AUTO) == 0 && rf_mode() == RF_MODE_LAZY);
+	rf_kernel_info(&kernel);
+	CHECK(kernel.copy_trusted && kernel.trust_how != RF_HOW_ENVIRONMENT);
+	child = fork();
+	if (!child) {
+		CHECK(init(RF_MODE_AUTO) == 0 && rf_mode() == RF_MODE_LAZY);
+		rf_kernel_info(&kernel);
+		CHECK(kernel.copy_trusted);
+		/* It starts anew, with the environment it has. */
+		CHECK(init(RF_MODE_EAGER) == 0 && rf_mode() == RF_MODE_EAGER);
+		rf_kernel_info(&kernel);
+		CHECK(!kernel.copy_trusted && kernel.trust_how == RF_HOW_ENVIRONMENT);
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
+}
+
+/* What a child inherits stays in force where another start is refused. */
+static void a_refused_start_changes_no_trust(void)
+{
+	struct rf_kernel kernel;
+	pid_t child;
+
+	check_needs_lazy();
+	CHECK(init(RF_MODE_EAGER) == 0);
+	child = fork();
+	if (!child) {
+		setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+		CHECK(init(RF_MODE_LAZY) == -ENOTSUP && error.cause == RF_CAUSE_UNTRUSTED);
+		rf_kernel_info(&kernel);
+		CHECK(kernel.copy_trusted && rf_mode() == RF_MODE_EAGER);
+		unsetenv("RDMAFORK_TRUST_COPYING");
+		CHECK(init(RF_MODE_LAZY) == 0 && rf_mode() == RF_MODE_LAZY);
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
 }
 
 static void a_late_start_is_refused(void)
@@ -508,6 +579,9 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(a_second_start_with_the_same_wishes_does_nothing),
 		SCENARIO(auto_asks_kernel_and_environment),
+		SCENARIO(a_kernel_is_not_trusted_where_the_environment_says_so),
+		SCENARIO(a_trusted_kernel_stays_trusted_while_the_engine_runs),
+		SCENARIO(a_refused_start_changes_no_trust),
 		SCENARIO(a_late_start_is_refused),
 		SCENARIO(an_undone_registration_is_none),
 		SCENARIO(a_failed_registration_is_none),

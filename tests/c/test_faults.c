@@ -7,6 +7,7 @@
  */
 #include "check.h"
 #include "fork.h"
+#include "prefork.h"
 
 #define PAGES 16
 #define MAX_LIVE 8
@@ -157,7 +158,11 @@ static void after_huge(void)
 
 static void before_whole(void)
 {
-	rf_engine.advisor.whole = true;
+	static struct rf_kernel kernel;
+
+	kernel = *rf_engine.tracker.kernel;
+	kernel.copy_trusted = 0;
+	rf_engine.tracker.kernel = &kernel;
 }
 
 static int act_huge_held(void)
@@ -175,7 +180,7 @@ static void after_huge_whole(void)
 static void before_text(void)
 {
 	before_whole();
-	rf_engine.advisor.reader.query = false;
+	rf_engine.tracker.reader.query = false;
 }
 
 /* As if the tables were full. */
@@ -185,9 +190,9 @@ static void before_growth(void)
 
 	CHECK(registered(memory, 0, RF_HELD) == 1);
 	registry->slots.capacity = registry->touched;
-	rf_engine.advisor.ranges.capacity = 0;
-	rf_engine.advisor.ranges.leaves.capacity = 0;
-	rf_engine.advisor.ranges.directory.capacity = 0;
+	rf_engine.tracker.ranges.capacity = 0;
+	rf_engine.tracker.ranges.leaves.capacity = 0;
+	rf_engine.tracker.ranges.directory.capacity = 0;
 }
 
 static void after_lazy(void)
@@ -242,7 +247,7 @@ static void before_fold_mixed(void)
 static int act_fold(void)
 {
 	CHECK(rf_enter(0) == 0);
-	rf_advise_fold(&rf_engine.advisor, &rf_engine.registry);
+	rf_prefork(&rf_engine.tracker, &rf_engine.registry);
 	rf_leave();
 	return 0;
 }

@@ -98,8 +98,8 @@ static void what_cannot_be_given_back_is_a_guard(void)
 	size_t i;
 	pid_t pid;
 
-	setenv("RDMAFORK_EDGES", "whole", 1);
-	check_start(check_best_mode());
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
 	memory[0] = 7;
 	handle = check_register(memory + 100, 2 * check_page, 0);
 	for (i = 0; i < COUNT_OF(protections); i++) {
@@ -119,8 +119,8 @@ static void what_cannot_be_given_back_is_a_guard(void)
 	check_empty();
 }
 
-/* What another registers beside it is given back no more, though no mark has changed. */
-static void what_is_given_back_no_more_is_a_guard(void)
+/* A page that another registration fills is given back no more, though no mark has changed. */
+static void a_page_that_is_filled_is_given_back_no_more(void)
 {
 	static const enum rf_policy policies[] = { RF_OMIT, RF_WIPE };
 	char *memory = check_map(1);
@@ -128,21 +128,24 @@ static void what_is_given_back_no_more_is_a_guard(void)
 	struct rf_error error;
 	size_t i;
 
-	setenv("RDMAFORK_EDGES", "whole", 1);
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
 	check_start(RF_MODE_EAGER);
+	memset(memory, 7, check_page);
 	handle = check_register(memory + 100, 100, RF_HELD);
 	for (i = 0; i < 2 * COUNT_OF(policies); i++) {
-		bool whole = i % 2;
+		bool filled = i % 2, omitted = filled && policies[i / 2] == RF_OMIT;
 		pid_t pid;
 
-		if (whole)
+		if (filled)
 			CHECK(rf_register(memory, check_page, RF_HELD, policies[i / 2], &other,
 					  &error) == 1);
 		pid = fork();
-		if (!pid)
-			_exit(is_guarded(memory) == whole ? 0 : 1);
+		if (!pid) {
+			CHECK(is_guarded(memory) == omitted);
+			_exit(omitted || memory[0] == (filled ? 0 : 7) ? 0 : 1);
+		}
 		CHECK(check_wait(pid) == 0, "fork %zu", i);
-		if (whole)
+		if (filled)
 			check_release(other);
 	}
 	check_release(handle);
@@ -169,7 +172,7 @@ static void the_longest_come_first(void)
 			CHECK(is_guarded(big + 32 * i * check_page), "large %zu", i);
 		for (i = 0; i < small; i++)
 			guarded += is_guarded(memory + 2 * i * check_page);
-		CHECK(guarded == RF_GUARDS - large, "%zu", guarded);
+		CHECK(guarded == RF_RESERVED - large, "%zu", guarded);
 		_exit(0);
 	}
 	CHECK(check_wait(pid) == 0);
@@ -310,7 +313,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_hole_is_a_guard),
 		SCENARIO(what_is_mapped_there_stays),
 		SCENARIO(what_cannot_be_given_back_is_a_guard),
-		SCENARIO(what_is_given_back_no_more_is_a_guard),
+		SCENARIO(a_page_that_is_filled_is_given_back_no_more),
 		SCENARIO(the_longest_come_first),
 		SCENARIO(a_child_plans_for_its_own),
 		SCENARIO(a_guard_that_cannot_be_had_is_no_failure),

@@ -78,10 +78,10 @@ static void mixed_pages(bool query, bool whole)
 		     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 	CHECK(below == huge && above == huge + 3 * CHECK_HUGE);
 	if (whole)
-		setenv("RDMAFORK_EDGES", "whole", 1);
+		setenv("RDMAFORK_TRUST_COPYING", "0", 1);
 	check_start(RF_MODE_EAGER);
 	if (!query)
-		rf_engine.advisor.reader.query = false;
+		rf_engine.tracker.reader.query = false;
 	for (round = 0; round < rounds; round++) {
 		size_t used = 0, left = 3;
 		const char *starts[3], *ends[3];
@@ -157,10 +157,10 @@ static void shared_huge_pages(bool query)
 	struct rf_handle all, part;
 	unsigned int order;
 
-	setenv("RDMAFORK_EDGES", "whole", 1);
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
 	check_start(RF_MODE_EAGER);
 	if (!query)
-		rf_engine.advisor.reader.query = false;
+		rf_engine.tracker.reader.query = false;
 	for (order = 0; order < 4; order++) {
 		all = check_register(memory, 2 * CHECK_HUGE, 0);
 		part = check_register(memory + CHECK_HUGE / 2, CHECK_HUGE, RF_HELD);
@@ -196,7 +196,7 @@ static void marks_that_others_take_from_huge_pages_are_back_too(void)
 
 	memset(huge, 7, CHECK_HUGE);
 	setenv("RDMAV_FORK_SAFE", "", 1);
-	setenv("RDMAFORK_EDGES", check_random() & 1 ? "whole" : "", 1);
+	setenv("RDMAFORK_TRUST_COPYING", check_random() & 1 ? "0" : "1", 1);
 	check_start(RF_MODE_EAGER);
 	for (whole = 0; whole < 2; whole++) {
 		first = check_register(huge + 777, 100001, RF_HELD);

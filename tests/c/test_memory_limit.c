@@ -246,7 +246,8 @@ static void eager_omitted(void)
 
 static void eager_wiped(void)
 {
-	eager(RF_WIPE, CHECK_WF);
+	/* Until a fork, as all that is kept from children. */
+	eager(RF_WIPE, CHECK_DC | CHECK_WF);
 }
 
 static void lazy_folded(void)

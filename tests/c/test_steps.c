@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #include "check.h"
 #include "fork.h"
+#include "prefork.h"
 #include "window.h"
 
 #if defined(__x86_64__) && !CHECK_TSAN
@@ -94,7 +95,7 @@ static void release_one(void)
 static void fold(void)
 {
 	if (rf_enter(0) == 0) {
-		rf_advise_fold(&rf_engine.advisor, &rf_engine.registry);
+		rf_prefork(&rf_engine.tracker, &rf_engine.registry);
 		rf_leave();
 	}
 }
@@ -144,7 +145,7 @@ static const struct {
 /* Leave the leaves a page, with something behind it: growing means moving. */
 static void make_tables_full(void)
 {
-	struct rf_ranges *ranges = &rf_engine.advisor.ranges;
+	struct rf_ranges *ranges = &rf_engine.tracker.ranges;
 	char *rest = (char *)ranges->leaves.items + check_page;
 
 	CHECK(mmap(rest, ranges->leaves.mapped - check_page, PROT_NONE,
@@ -406,7 +407,7 @@ static void no_byte_is_an_older_one(void)
 	unsigned int round;
 
 	memory = check_map(16);
-	setenv("RDMAFORK_EDGES", "whole", 1);
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
 	check_start(RF_MODE_EAGER);
 	set_stride(3);
 	for (round = 0; round < 2; round++) {
@@ -449,6 +450,28 @@ static bool register_here(void)
 	return false;
 }
 
+/* Before the first store the handler itself is the first to call, and notices all. */
+static bool register_in_noticing(void)
+{
+	struct rf_handle handle;
+	struct rf_error why;
+	int rc;
+
+	if (!*(volatile uint64_t *)rf_engine.alive)
+		return false;
+	rc = rf_register(memory + 12 * check_page, check_page, 0, RF_OMIT, &handle, &why);
+	if (rc == -EDEADLK) {
+		CHECK(why.cause == RF_CAUSE_SIGNAL);
+		CHECK(rf_handle_state(second) == -EDEADLK);
+		refused++;
+		return false;
+	}
+	CHECK(rc == 1, "%d", rc);
+	CHECK(rf_release(handle, 0) == 0);
+	allowed++;
+	return false;
+}
+
 static void register_everywhere(size_t i)
 {
 	begin_steps(register_here);
@@ -472,6 +495,36 @@ static void a_handler_registers_at_every_instruction(void)
 {
 	set_stride(1);
 	for_each_operation(register_everywhere);
+}
+
+/* No handler of fork()'s runs: the first call finds out where it is, and is interrupted there. */
+static void a_handler_registers_at_every_instruction_of_the_noticing(void)
+{
+	pid_t (*raw_fork)(void) = (pid_t(*)(void))dlsym(RTLD_DEFAULT, "_Fork");
+	uint32_t generation;
+	pid_t child;
+
+	if (!raw_fork)
+		check_skip("no _Fork() here");
+	set_stride(1);
+	set_up(check_best_mode(), register_held);
+	generation = rf_generation();
+	child = raw_fork();
+	CHECK(child >= 0);
+	if (!child) {
+		check_alarm(50);
+		begin_steps(register_in_noticing);
+		made_rc = (int)rf_generation();
+		end_steps();
+		CHECK(made_rc == (int)generation + 1 && rf_generation() == generation + 1);
+		CHECK(refused && allowed, "refused %lu, allowed %lu", refused, allowed);
+		check_inherited(first);
+		check_works();
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
+	check_release(first);
+	check_release(second);
 }
 
 /* ---- The thread inside the engine is no more ---- */
@@ -552,6 +605,7 @@ int main(int argc, char **argv)
 		SCENARIO(shared_memory_is_never_missed),
 		SCENARIO(no_byte_is_an_older_one),
 		SCENARIO(a_handler_registers_at_every_instruction),
+		SCENARIO(a_handler_registers_at_every_instruction_of_the_noticing),
 		SCENARIO(a_thread_that_is_no_more_leaves_the_child_sane),
 	};
 

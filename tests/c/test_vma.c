@@ -67,7 +67,7 @@ static void lines_are_parsed(void)
 		if (good) {
 			CHECK(vma.start == cases[i].start && vma.end == cases[i].end);
 			CHECK(vma.shared == cases[i].shared, "\"%s\"", cases[i].line);
-			CHECK(vma.writable == cases[i].writable);
+			CHECK(!!(vma.protection & PROT_WRITE) == cases[i].writable);
 			CHECK(vma.anonymous == cases[i].anonymous, "\"%s\"", cases[i].line);
 			CHECK(1ul << vma.shift == check_page);
 		}
@@ -142,7 +142,7 @@ static void compare_at(uintptr_t address)
 	      text.start, text.end);
 	CHECK(query.shift == text.shift, "[%lx, %lx): shift %d, %d by text", query.start, query.end,
 	      query.shift, text.shift);
-	CHECK(query.shared == text.shared && query.writable == text.writable);
+	CHECK(query.shared == text.shared && query.protection == text.protection);
 	CHECK(query.anonymous == text.anonymous, "[%lx, %lx)", query.start, query.end);
 	CHECK(query.end > address);
 }

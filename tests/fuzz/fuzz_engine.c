@@ -4,9 +4,11 @@
  * is mapped, unmapped and moved meanwhile; forks, and registrations in the middle of them;
  * system calls that fail. Against the rules of tests/model.py for base pages:
  *
- *  - A page is absent from a child, or zeros, where a registration in force takes it: one
- *    that fills it or, with whole pages, one that touches it.
- *  - It is present where none does, and where it is shared memory, from a fork on.
+ *  - A page is kept from children where a registration in force takes it: one that fills it
+ *    or, where copying is not trusted, one that touches it.
+ *  - It is not where none does, and where it is shared memory, from a fork on.
+ *  - What a child finds goes by the registrations that fill it: nothing if one omits it,
+ *    else zeros if one wipes it; a copy if none fills it.
  *  - What was mapped or moved there after it was registered may be either.
  *
  * The kernel says by smaps which it is, and a child by what it can read.
@@ -34,8 +36,8 @@
 #define PAGE ((uintptr_t)4096)
 
 enum verdict {
-	ABSENT,
-	PRESENT,
+	KEPT,
+	LEFT,
 	EITHER,
 };
 
@@ -61,7 +63,7 @@ static struct page pages[PAGES];
 static struct registration live[LIVE];
 static size_t live_count;
 static unsigned int now, forked;
-static bool lazy, whole, trusted, tight;
+static bool lazy, trusted, tight;
 static bool window;		/* a fork is under way */
 static bool lingering;		/* a call failed: marks may wait for the next fork to take them */
 static bool shaken;		/* one failed in a fork: what was due may wait for the next */
@@ -134,11 +136,14 @@ static bool touches(const struct registration *registration, size_t page)
 	       address(page) < registration->end;
 }
 
+static bool fills(const struct registration *registration, size_t page)
+{
+	return registration->start <= address(page) && address(page + 1) <= registration->end;
+}
+
 static bool takes(const struct registration *registration, size_t page)
 {
-	if (whole)
-		return touches(registration, page);
-	return registration->start <= address(page) && address(page + 1) <= registration->end;
+	return trusted ? fills(registration, page) : touches(registration, page);
 }
 
 /* It speaks of what was mapped there before. */
@@ -162,60 +167,71 @@ static bool is_certain(size_t page)
 
 static bool is_in_force(const struct registration *registration)
 {
-	return !lazy || !registration->held || registration->policy == RF_WIPE ||
-	       registration->in_window || registration->made < forked;
+	return !lazy || !registration->held || registration->in_window ||
+	       registration->made < forked;
 }
 
 /* Where the kernel copies it may be left to that. */
 static bool may_be_left(const struct registration *registration)
 {
-	if (registration->policy == RF_WIPE || (!trusted && (!lazy || !registration->held)))
-		return false;
-	return tight || shaken || registration->left;
+	return trusted && (tight || shaken || registration->left);
 }
 
-/* Of the mark for @policy. @now_forked: a fork has just been prepared. */
-static enum verdict judge(size_t page, enum rf_policy policy, bool now_forked)
+/* Does it bear a mark? @now_forked: a fork has just been prepared. */
+static enum verdict judge(size_t page, bool now_forked)
 {
-	enum verdict verdict = is_certain(page) && !lingering ? PRESENT : EITHER;
+	enum verdict verdict = is_certain(page) && !lingering ? LEFT : EITHER;
 	size_t i;
 
-	if (pages[page].shared) {
-		if (policy == RF_OMIT && (!now_forked || shaken))
-			return EITHER;
-		return pages[page].moved || lingering ? EITHER : PRESENT;
-	}
+	if (pages[page].shared)
+		return !now_forked || shaken || pages[page].moved || lingering ? EITHER : LEFT;
 	for (i = 0; i < live_count; i++) {
-		if (live[i].policy != policy || live[i].made < pages[page].born ||
+		if (live[i].policy == RF_KEEP || live[i].made < pages[page].born ||
 		    !takes(&live[i], page) || !is_in_force(&live[i]))
 			continue;
 		if (!may_be_left(&live[i]))
-			return ABSENT;
+			return KEPT;
 		verdict = EITHER;
 	}
 	return verdict;
+}
+
+/* What a child finds on a page that is kept from it. */
+static enum rf_finds finds(size_t page)
+{
+	enum rf_finds best = RF_FINDS_COPY;
+	size_t i;
+
+	for (i = 0; i < live_count; i++) {
+		if (live[i].policy == RF_KEEP || !fills(&live[i], page))
+			continue;
+		if (live[i].policy == RF_OMIT)
+			return RF_FINDS_NOTHING;
+		best = RF_FINDS_ZEROS;
+	}
+	return best;
 }
 
 /* ---- Against the kernel ---- */
 
 static void check_page_flags(size_t page, unsigned int flags, bool now_forked)
 {
-	enum verdict omit = judge(page, RF_OMIT, now_forked);
-	enum verdict wipe = judge(page, RF_WIPE, now_forked);
+	enum verdict verdict = judge(page, now_forked);
 
 	CHECK(!!(flags & CHECK_MAPPED) == pages[page].mapped, "page %zu", page);
 	if (!pages[page].mapped)
 		return;
-	CHECK(omit == EITHER || !!(flags & CHECK_DC) == (omit == ABSENT),
-	      "page %zu is to be %s, forked %d", page, omit == ABSENT ? "absent" : "present",
+	CHECK(verdict == EITHER || !!(flags & (CHECK_DC | CHECK_WF)) == (verdict == KEPT),
+	      "page %zu is to be %s, forked %d", page, verdict == KEPT ? "kept" : "left",
 	      now_forked);
-	CHECK(wipe == EITHER || !!(flags & CHECK_WF) == (wipe == ABSENT),
-	      "page %zu is to be %s", page, wipe == ABSENT ? "zeros" : "present");
+	/* Zeros are no answer where a copy is to be found, or nothing. */
+	if (now_forked && verdict == KEPT && !shaken && is_certain(page))
+		CHECK(!(flags & CHECK_WF) || finds(page) == RF_FINDS_ZEROS, "page %zu", page);
 }
 
 static void check_pages(bool now_forked)
 {
-	size_t page, omitted = 0, wiped = 0;
+	size_t page, marked = 0;
 	bool certain = true;
 
 	check_sound();
@@ -225,14 +241,11 @@ static void check_pages(bool now_forked)
 
 		check_page_flags(page, flags, now_forked);
 		certain &= is_certain(page) && (pages[page].mapped || !live_count);
-		omitted += !!(flags & CHECK_DC);
-		wiped += !!(flags & CHECK_WF);
+		marked += !!(flags & (CHECK_DC | CHECK_WF));
 	}
 	if (!now_forked || !certain || lingering || shaken)
 		return;
-	CHECK(rf_engine.advisor.ranges.marked_bytes == omitted * PAGE);
-	CHECK(rf_engine.wiper.ranges.marked_bytes == wiped * PAGE);
-	CHECK(!rf_engine.advisor.ranges.retries && !rf_engine.wiper.ranges.retries);
+	CHECK(rf_engine.tracker.ranges.marked_bytes == marked * PAGE);
 }
 
 /* Nothing is said to be protected that is not. */
@@ -260,9 +273,7 @@ static void check_list(void)
 				continue;
 			/* What waits to be unmarked counts as marked. */
 			if (list[i].protection == RF_BY_ADVICE && !lingering)
-				CHECK(flags & CHECK_DC ||
-					      (flags & CHECK_WF && list[i].policy == RF_WIPE),
-				      "page %zu", page);
+				CHECK(flags & (CHECK_DC | CHECK_WF), "page %zu", page);
 			if (list[i].protection == RF_BY_SHARING)
 				CHECK(pages[page].shared, "page %zu", page);
 		}
@@ -271,38 +282,22 @@ static void check_list(void)
 
 /* ---- Against a child ---- */
 
-/* Did a registration take the byte at @at away? */
-static bool is_taken(uintptr_t at)
-{
-	size_t i;
-
-	for (i = 0; i < live_count; i++)
-		if (live[i].policy != RF_KEEP && live[i].start <= at && at < live[i].end)
-			return true;
-	return false;
-}
-
 static void check_child_page(size_t page)
 {
-	enum verdict omit = judge(page, RF_OMIT, true), wipe = judge(page, RF_WIPE, true);
-	static unsigned char found[4096];
-	const struct iovec to = { found, PAGE }, from = { (void *)address(page), PAGE };
-	bool there, back = false;
-	uintptr_t at;
+	enum verdict verdict = judge(page, true);
+	enum rf_finds found = verdict == KEPT ? finds(page) : RF_FINDS_COPY;
+	static unsigned char bytes[4096];
+	const struct iovec to = { bytes, PAGE }, from = { (void *)address(page), PAGE };
+	bool there;
+	size_t at;
 
-	if (!pages[page].mapped || omit == EITHER || wipe == EITHER || !is_certain(page))
+	if (!pages[page].mapped || verdict == EITHER || !is_certain(page))
 		return;
 	there = process_vm_readv(getpid(), &to, 1, &from, 1, 0) == (ssize_t)PAGE;
-	for (at = address(page); whole && at < address(page + 1); at++)
-		back |= !is_taken(at);
-	CHECK(there == (omit == PRESENT || back), "page %zu", page);
-	for (at = 0; there && at < PAGE; at++) {
-		bool gone = (omit == ABSENT || wipe == ABSENT) &&
-			    (!whole || is_taken(address(page) + at));
-
-		CHECK(found[at] == (gone ? 0 : pages[page].tag), "page %zu, byte %zu: %d", page,
-		      (size_t)at, found[at]);
-	}
+	CHECK(there == (found != RF_FINDS_NOTHING), "page %zu", page);
+	for (at = 0; there && at < PAGE; at++)
+		CHECK(bytes[at] == (found == RF_FINDS_ZEROS ? 0 : pages[page].tag),
+		      "page %zu, byte %zu: %d", page, at, bytes[at]);
 }
 
 static void check_child(void)
@@ -382,8 +377,8 @@ static void choose_bytes(uintptr_t *start, uintptr_t *end)
 /* Must the engine refuse it? */
 static bool is_refusable(const struct registration *new)
 {
-	uintptr_t start = whole ? down(new->start) : up(new->start);
-	uintptr_t end = whole ? up(new->end) : down(new->end);
+	uintptr_t start = trusted ? up(new->start) : down(new->start);
+	uintptr_t end = trusted ? down(new->end) : up(new->end);
 
 	if (new->start == new->end)
 		return false;
@@ -391,8 +386,6 @@ static bool is_refusable(const struct registration *new)
 		return !trusted && !are(new->start, new->end, true, true);
 	if (start >= end)
 		return false;
-	if (new->policy == RF_WIPE)
-		return !are(start, end, false, true) || are(start, end, true, false);
 	return !(lazy && new->held && !window) && !are(start, end, false, true);
 }
 
@@ -427,13 +420,13 @@ static void op_register(bool failing)
 		return;
 	if (rc < 0) {
 		/* No room for another mark, where there must be one. */
-		CHECK(refusable || faulted || (tight && (!trusted || new.policy == RF_WIPE)),
+		CHECK(refusable || faulted || (tight && !trusted),
 		      "[%lx, %lx): %d, cause %d", new.start, new.end, rc, error.cause);
 		return;
 	}
 	CHECK(rc == 1);
 	/* No room for another mark: nothing is asked of the kernel. */
-	CHECK(!refusable || (tight && trusted && new.policy == RF_OMIT), "[%lx, %lx)", new.start,
+	CHECK(!refusable || (tight && trusted && new.policy != RF_KEEP), "[%lx, %lx)", new.start,
 	      new.end);
 	CHECK(rf_handle_state(new.handle) == 1);
 	/* The kernel copies it, in the fork under way. */
@@ -663,28 +656,25 @@ static void start(void)
 		map_following();
 	}
 	*kernel = real;
-	lazy = wish & 1;
-	trusted = !(wish & 16);
+	trusted = real.copy_trusted && !(wish & 16);
+	lazy = trusted && wish & 1;
 	tight = wish & 32;
-	whole = !trusted || wish & 2;
 	kernel->procmap_query &= !(wish & 4);
 	kernel->process_madvise &= !(wish & 8);
-	kernel->copy_trusted = trusted;
 	if (tight)
 		kernel->max_map_count = 2 * (2 + wish % 5);
-	setenv("RDMAFORK_EDGES", wish & 2 ? "whole" : "", 1);
+	setenv("RDMAFORK_TRUST_COPYING", trusted ? "1" : "0", 1);
 	if (wish & 64)
 		setenv("RDMAV_FORK_SAFE", "1", 1);
 	else
 		unsetenv("RDMAV_FORK_SAFE");
-	tell("%s%s%s%s\n", lazy ? "lazy" : "eager", whole ? " whole" : "",
-	     trusted ? "" : " untrusted", tight ? " tight" : "");
+	tell("%s%s%s\n", lazy ? "lazy" : "eager", trusted ? "" : " untrusted",
+	     tight ? " tight" : "");
 	before = arm(wish & 128);
 	rc = rf_fork_init(lazy ? RF_MODE_LAZY : RF_MODE_EAGER, &error);
 	CHECK(disarm(before) || rc == 0, "%d, cause %d", rc, error.cause);
 	if (rc < 0)
 		CHECK(rf_fork_init(lazy ? RF_MODE_LAZY : RF_MODE_EAGER, &error) == 0);
-	rf_engine.edges.forbidden = false;
 }
 
 /* As it was before rf_fork_init(). */

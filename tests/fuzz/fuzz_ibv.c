@@ -182,18 +182,18 @@ static void step(void)
 
 static void start(void)
 {
-	struct rf_kernel *kernel = (struct rf_kernel *)rf_kernel();
 	size_t wish = check_below(8);
+	struct rf_kernel kernel;
 	struct rf_error error;
 
 	CHECK(mmap((void *)ARENA, PAGES * PAGE, PROT_READ | PROT_WRITE,
 		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == (void *)ARENA);
-	whole = wish & 1;
-	setenv("RDMAFORK_EDGES", whole ? "whole" : "", 1);
+	setenv("RDMAFORK_TRUST_COPYING", wish & 1 ? "0" : "1", 1);
 	unsetenv("RDMAFORK_MODE");
-	kernel->copy_trusted = true;
-	CHECK(rf_fork_init(wish & 2 ? RF_MODE_LAZY : RF_MODE_EAGER, &error) == 0, "cause %d",
-	      error.cause);
+	rf_kernel_info(&kernel);
+	whole = !kernel.copy_trusted;
+	CHECK(rf_fork_init(wish & 2 && !whole ? RF_MODE_LAZY : RF_MODE_EAGER, &error) == 0,
+	      "cause %d", error.cause);
 }
 
 /* What is left goes page by page, and then nothing is. */

@@ -44,11 +44,11 @@ int __real_rf_sys_close(int fd);
 
 int __wrap_rf_sys_open(const char *path, int access)
 {
-	if (!strcmp(path, "/proc/self/maps")) {
+	if (!strcmp(path, "/proc/thread-self/maps")) {
 		maps.at = 0;
 		return MAPS;
 	}
-	if (!strcmp(path, "/proc/self/smaps")) {
+	if (!strcmp(path, "/proc/thread-self/smaps")) {
 		smaps.at = 0;
 		return SMAPS;
 	}
@@ -218,8 +218,9 @@ static void print_mapping(const struct mapping *mapping)
 	size_t before = maps.used;
 
 	print("%08lx-%08lx %c%c%c%c %08lx %02x:%02x %lu", (unsigned long)vma->start,
-	      (unsigned long)vma->end, check_below(2) ? 'r' : '-', vma->writable ? 'w' : '-',
-	      check_below(2) ? 'x' : '-', vma->shared ? 's' : 'p', (unsigned long)check_below(99),
+	      (unsigned long)vma->end, vma->protection & PROT_READ ? 'r' : '-',
+	      vma->protection & PROT_WRITE ? 'w' : '-', vma->protection & PROT_EXEC ? 'x' : '-',
+	      vma->shared ? 's' : 'p', (unsigned long)check_below(99),
 	      major(mapping->file.device), minor(mapping->file.device),
 	      (unsigned long)mapping->file.inode);
 	print_path();
@@ -247,7 +248,7 @@ static void make_mappings(void)
 		at += (1 + check_below(4)) << (huge ? 21 : 12);
 		mapping->vma.end = at;
 		mapping->vma.shared = (uint8_t)check_below(2);
-		mapping->vma.writable = (uint8_t)check_below(2);
+		mapping->vma.protection = (uint8_t)check_below(8);
 		mapping->file.inode = huge ? 1 + check_below(3) : check_below(4);
 		mapping->file.device = makedev(check_below(3), check_below(300));
 		mapping->vma.anonymous = !mapping->file.inode;
@@ -272,7 +273,7 @@ static void find(struct rf_vma_reader *reader, uintptr_t at)
 	expected = &mappings[i].vma;
 	CHECK(vma.start == expected->start && vma.end == expected->end, "%lx: [%lx, %lx)", at,
 	      vma.start, vma.end);
-	CHECK(vma.shared == expected->shared && vma.writable == expected->writable &&
+	CHECK(vma.shared == expected->shared && vma.protection == expected->protection &&
 	      vma.anonymous == expected->anonymous);
 	CHECK(vma.shift == expected->shift, "%lx: %d", at, vma.shift);
 }

@@ -203,8 +203,7 @@ static void run(void)
 static void check_engine(struct rf_stats *stats)
 {
 	SOAK_CHECK(rf_enter(0) == 0);
-	rf_ranges_check(&rf_engine.advisor.ranges);
-	rf_ranges_check(&rf_engine.wiper.ranges);
+	rf_ranges_check(&rf_engine.tracker.ranges);
 	rf_registry_check(&rf_engine.registry);
 	rf_ibv_check();
 	rf_leave();
@@ -343,7 +342,6 @@ static void parse(int argc, char **argv)
 
 static void start(void)
 {
-	const char *edges = getenv("RDMAFORK_EDGES");
 	struct rf_kernel kernel;
 	struct rf_error error;
 	int rc;
@@ -353,7 +351,7 @@ static void start(void)
 	unsetenv("IBV_FORK_SAFE");
 	rf_kernel_info(&kernel);
 	soak.trusted = kernel.copy_trusted;
-	soak.whole = !kernel.copy_trusted || (edges && *edges);
+	soak.whole = !kernel.copy_trusted;
 	if (!soak_is_protected())
 		return;
 	rc = rf_fork_init(soak.mode, &error);

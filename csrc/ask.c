@@ -1,0 +1,144 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "ask.h"
+#include "marks.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+
+#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
+#define MADV_POPULATE_WRITE 23
+#endif
+
+static bool has_base_pages(const struct rf_tracker *tracker, const struct rf_vma *vma)
+{
+	return 1ull << vma->shift <= tracker->kernel->page_size;
+}
+
+/* The page size one end is rounded to: 0 for base pages and where nothing is mapped. */
+static int ask_end(struct rf_tracker *tracker, uintptr_t address, uint8_t *shift)
+{
+	struct rf_vma vma;
+	int rc = rf_vma_find(&tracker->reader, address, &vma);
+
+	if (rc == -ENOENT)
+		return 0;
+	if (rc < 0)
+		return rc;
+	if (vma.start <= address && !vma.shared && !has_base_pages(tracker, &vma))
+		*shift = vma.shift;
+	return 0;
+}
+
+int rf_ask_ends(struct rf_tracker *tracker, struct rf_slot *slot)
+{
+	int rc = ask_end(tracker, slot->start, &slot->start_shift);
+
+	return rc < 0 ? rc : ask_end(tracker, slot->end - 1, &slot->end_shift);
+}
+
+int rf_ask_ends_alone(struct rf_tracker *tracker, struct rf_slot *slot)
+{
+	int rc = rf_vma_open(&tracker->reader);
+
+	if (rc < 0)
+		return rc;
+	rc = rf_ask_ends(tracker, slot);
+	rf_vma_close(&tracker->reader);
+	return rc;
+}
+
+/* A stretch of mappings that are alike, for which one change of the ranges is enough. */
+struct stretch {
+	uintptr_t start, end;
+	enum rf_nature nature;
+};
+
+static int record(struct rf_tracker *tracker, const struct stretch *stretch)
+{
+	const struct rf_change named = { .rename = true, .nature = (uint8_t)stretch->nature };
+	int rc;
+
+	if (stretch->start == stretch->end)
+		return 0;
+	rc = rf_ranges_reserve(&tracker->ranges, tracker->ranges.registrations);
+	if (rc < 0)
+		return rc;
+	rf_ranges_change(&tracker->ranges, stretch->start, stretch->end, &named);
+	return 0;
+}
+
+/*
+ * Advice on part of an area that was never touched splits it for good: each part
+ * gets an anon_vma of its own at its first fault, and such parts do not merge.
+ * One page touched before the first split lets them share one.
+ */
+static void touch_before_split(struct rf_tracker *tracker, const struct rf_vma *vma,
+			       uintptr_t start, uintptr_t end)
+{
+	if (tracker->touched == vma->start || !vma->anonymous || vma->shared ||
+	    !(vma->protection & PROT_WRITE) || (start == vma->start && end == vma->end) ||
+	    !has_base_pages(tracker, vma))
+		return;
+	tracker->touched = vma->start;
+	rf_marks_call(tracker, start, start + tracker->kernel->page_size, MADV_POPULATE_WRITE);
+}
+
+static enum rf_nature nature_of(const struct rf_tracker *tracker, const struct rf_vma *vma)
+{
+	if (vma->shared)
+		return RF_NATURE_SHARED;
+	return vma->anonymous && has_base_pages(tracker, vma) ? RF_NATURE_WIPEABLE
+							      : RF_NATURE_PRIVATE;
+}
+
+int rf_ask(struct rf_tracker *tracker, uintptr_t start, uintptr_t end, bool will_split,
+	   uintptr_t *hole)
+{
+	struct stretch stretch = { .start = start, .end = start };
+	enum rf_nature nature;
+	struct rf_vma vma;
+	uintptr_t at, stop;
+	int rc = 0;
+
+	*hole = 0;
+	for (at = start; at < end; at = stop) {
+		rc = rf_vma_find(&tracker->reader, at, &vma);
+		if (rc < 0 && rc != -ENOENT)
+			return rc;
+		if (rc == -ENOENT || vma.start > at) {
+			*hole = *hole ? *hole : at;
+			nature = RF_NATURE_UNASKED;
+			stop = rc == -ENOENT || vma.start > end ? end : vma.start;
+		} else {
+			nature = nature_of(tracker, &vma);
+			stop = vma.end < end ? vma.end : end;
+			if (will_split)
+				touch_before_split(tracker, &vma, at, stop);
+		}
+		if (nature != stretch.nature) {
+			rc = record(tracker, &stretch);
+			if (rc < 0)
+				return rc;
+			stretch = (struct stretch){ at, at, nature };
+		}
+		stretch.end = stop;
+	}
+	return record(tracker, &stretch);
+}
+
+int rf_ask_is_shared(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
+{
+	int rc = rf_vma_open(&tracker->reader);
+	struct rf_vma vma;
+	bool shared = true;
+	uintptr_t at;
+
+	if (rc < 0)
+		return rc;
+	for (at = start; rc >= 0 && shared && at < end; at = vma.end) {
+		rc = rf_vma_find(&tracker->reader, at, &vma);
+		shared = rc >= 0 && vma.start <= at && vma.shared;
+	}
+	rf_vma_close(&tracker->reader);
+	return rc < 0 && rc != -ENOENT ? rc : shared;
+}

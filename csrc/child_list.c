@@ -1,0 +1,527 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "child_list.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+
+/* Stretches that one system call reads. They lie on a signal handler's stack. */
+#define BATCH 32
+/* Less than this is not worth a system call to give it back. */
+#define TRIMMED ((size_t)1 << 20)
+
+/* In bytes, what is reserved in each round; the next takes the shorter ones. */
+static const size_t shortest[] = { 1u << 24, 1u << 20, 1u << 16, 0 };
+
+#define ROUNDS (sizeof(shortest) / sizeof(*shortest))
+
+/* ---- Room ---- */
+
+static size_t header(uint64_t areas)
+{
+	return sizeof(struct rf_areas) + areas * sizeof(struct rf_area);
+}
+
+/* A larger one with the same content takes its place, in one store. */
+static int grow(struct rf_areas **areas, size_t needed)
+{
+	struct rf_areas *old = *areas, *larger;
+	size_t mapped = old ? old->mapped : 64 * (size_t)1024;
+	void *memory;
+
+	if (old && old->mapped >= needed)
+		return 0;
+	while (mapped < needed)
+		mapped *= 2;
+	if (rf_sys_map(mapped, &memory) < 0)
+		return -ENOMEM;
+	larger = memory;
+	if (old)
+		memcpy(larger, old, old->used);
+	larger->mapped = mapped;
+	__atomic_store_n(areas, larger, __ATOMIC_RELEASE);
+	if (old)
+		rf_sys_unmap(old, old->mapped);
+	return 0;
+}
+
+int rf_child_list_grow(struct rf_child_list *list, uint64_t areas, uint64_t nbytes)
+{
+	const size_t needed = header(areas) + (nbytes < RF_LIST_ROOM ? nbytes : RF_LIST_ROOM);
+
+	if (grow(&list->spare, needed) < 0 || grow(&list->shown, needed) < 0)
+		return -ENOMEM;
+	list->room = areas;
+	list->room_bytes = nbytes;
+	return 0;
+}
+
+/* ---- Which areas there are ---- */
+
+/* What is being collected. */
+struct collection {
+	struct rf_child_list *list;
+	struct rf_tracker *tracker;
+	bool open;		/* the reader */
+	uint64_t candidates;	/* areas to be reserved */
+	struct rf_area last;	/* may go on */
+};
+
+static int append(struct collection *to, const struct rf_area *area)
+{
+	struct rf_areas *spare = to->list->spare;
+
+	spare->used = header(spare->count);
+	if (grow(&to->list->spare, header(spare->count + 1ull)) < 0)
+		return -ENOMEM;
+	spare = to->list->spare;
+	spare->areas[spare->count++] = *area;
+	spare->used = header(spare->count);
+	return 0;
+}
+
+/* Page by page, as some of it may be unreadable: a copy, or nothing where nothing is mapped. */
+static int append_copies(struct collection *to, struct rf_area area)
+{
+	const size_t page_size = to->tracker->kernel->page_size;
+	const uintptr_t end = area.end;
+	int rc = 0;
+
+	for (; rc >= 0 && area.start < end; area.start = area.end) {
+		area.end = area.start + page_size;
+		rc = append(to, &area);
+	}
+	return rc;
+}
+
+/* The part of @area from its start on that has one protection; 0: nothing is mapped there. */
+static uintptr_t ask_protection(struct collection *to, struct rf_area *area)
+{
+	struct rf_vma vma;
+	int rc;
+
+	area->protection = PROT_READ | PROT_WRITE;
+	if (!to->open)
+		return area->end;
+	rc = rf_vma_find(&to->tracker->reader, area->start, &vma);
+	if (rc < 0 && rc != -ENOENT)
+		return area->end;
+	if (rc == -ENOENT || vma.start > area->start) {
+		area->finds = RF_FINDS_NOTHING;
+		return rc < 0 || vma.start > area->end ? area->end : vma.start;
+	}
+	area->protection = vma.protection;
+	return vma.end < area->end ? vma.end : area->end;
+}
+
+/* What the child is to map there depends on what the parent has mapped. */
+static int append_mapped(struct collection *to, struct rf_area area)
+{
+	const uintptr_t end = area.end;
+	const uint8_t finds = area.finds;
+	int rc = 0;
+
+	to->list->mapped_anew = true;
+	if (!to->open)
+		to->open = rf_vma_open(&to->tracker->reader) >= 0;
+	for (; rc >= 0 && area.start < end; area.start = area.end) {
+		area.end = end;
+		area.finds = finds;
+		area.end = ask_protection(to, &area);
+		/* What cannot be read is nothing to a child either. */
+		if (finds == RF_FINDS_COPY && !(area.protection & PROT_READ))
+			area.finds = RF_FINDS_NOTHING;
+		rc = area.finds == RF_FINDS_COPY ? append_copies(to, area) : append(to, &area);
+	}
+	return rc;
+}
+
+static int flush(struct collection *to)
+{
+	const struct rf_area *last = &to->last;
+
+	if (last->start == last->end)
+		return 0;
+	if (last->finds == RF_FINDS_NOTHING || last->mark == RF_MARK_WIPEONFORK)
+		return append(to, last);
+	return append_mapped(to, *last);
+}
+
+static int collect_area(struct collection *to, uintptr_t start, uintptr_t end, uint8_t finds,
+			uint8_t mark)
+{
+	struct rf_area *last = &to->last;
+	int rc;
+
+	if (last->end == start && last->finds == finds && last->mark == mark) {
+		last->end = end;
+		return 0;
+	}
+	rc = flush(to);
+	*last = (struct rf_area){ .start = start, .end = end, .finds = finds, .mark = mark };
+	return rc;
+}
+
+/* What waits to be unmarked may be unmapped by now. */
+static uint8_t finds_on(const struct rf_range *range)
+{
+	if (!rf_range_is_counted(range) && range->flags & (RF_RANGE_RETRY | RF_RANGE_STUCK))
+		return RF_FINDS_NOTHING;
+	return (uint8_t)rf_range_finds(range);
+}
+
+/* [@start, @end) is about to be marked. */
+static int collect(struct collection *to, uintptr_t start, uintptr_t end)
+{
+	const struct rf_ranges *ranges = &to->tracker->ranges;
+	struct rf_cursor cursor = { 0, 0 };
+	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+	int rc = 0;
+
+	for (; rc >= 0 && range; range = rf_ranges_next(ranges, &cursor)) {
+		uintptr_t from = range->start, until = range->end;
+		uint8_t mark = range->mark;
+
+		if (!mark) {
+			from = from < start ? start : from;
+			until = until > end ? end : until;
+			mark = RF_MARK_DONTFORK;
+			if (from >= until || !rf_range_wants_mark(range))
+				continue;
+		}
+		rc = collect_area(to, from, until, finds_on(range), mark);
+	}
+	return rc < 0 ? rc : flush(to);
+}
+
+/* ---- Their bytes ---- */
+
+/* Stretches of areas [first, end) that are read by one call. */
+struct batch {
+	uint32_t first, end;
+	unsigned int count;
+	size_t nbytes;
+	struct iovec from[BATCH];
+};
+
+static bool is_copy(const struct rf_area *area)
+{
+	return area->finds == RF_FINDS_COPY && area->at;
+}
+
+/* Not by loads: what is not held may be unmapped or inaccessible by now. */
+static bool read_one(struct rf_areas *areas, const struct rf_area *area)
+{
+	const size_t nbytes = area->end - area->start;
+	struct iovec to = { (char *)areas + area->at, nbytes };
+	struct iovec from = { (void *)area->start, nbytes };
+
+	return rf_sys_copy(&to, &from, 1) == (ssize_t)nbytes;
+}
+
+static void read_batch(struct rf_areas *areas, struct batch *batch)
+{
+	struct iovec to = { NULL, batch->nbytes };
+	struct rf_area *area = areas->areas + batch->first;
+	const struct rf_area *last = areas->areas + batch->end;
+
+	if (!batch->count)
+		return;
+	while (!is_copy(area))
+		area++;
+	to.iov_base = (char *)areas + area->at;
+	if (rf_sys_copy(&to, batch->from, batch->count) == (ssize_t)batch->nbytes)
+		return;
+	for (; area < last; area++)
+		if (is_copy(area) && !read_one(areas, area))
+			area->at = 0;
+}
+
+static void read_all(struct rf_areas *areas)
+{
+	struct batch batch = { .first = 0 };
+	struct iovec *last = NULL;
+	uint32_t i;
+
+	for (i = 0; i < areas->count; i++) {
+		const struct rf_area *area = &areas->areas[i];
+		const size_t nbytes = area->end - area->start;
+
+		if (!is_copy(area))
+			continue;
+		if (last && (uintptr_t)last->iov_base + last->iov_len == area->start) {
+			last->iov_len += nbytes;
+			batch.nbytes += nbytes;
+			continue;
+		}
+		if (batch.count == BATCH) {
+			batch.end = i;
+			read_batch(areas, &batch);
+			batch = (struct batch){ .first = i };
+		}
+		last = &batch.from[batch.count++];
+		*last = (struct iovec){ (void *)area->start, nbytes };
+		batch.nbytes += nbytes;
+	}
+	batch.end = areas->count;
+	read_batch(areas, &batch);
+}
+
+static int save_bytes(struct rf_child_list *list)
+{
+	struct rf_areas *spare = list->spare;
+	size_t at = header(spare->count);
+	uint32_t i;
+
+	spare->used = at;
+	spare->bytes_at = at;
+	for (i = 0; i < spare->count; i++) {
+		struct rf_area *area = &spare->areas[i];
+
+		if (area->finds != RF_FINDS_COPY)
+			continue;
+		area->at = at;
+		at += area->end - area->start;
+	}
+	if (grow(&list->spare, at) < 0)
+		return -ENOMEM;
+	list->spare->used = at;
+	read_all(list->spare);
+	return 0;
+}
+
+/* ---- What is reserved ---- */
+
+static bool may_be_reserved(const struct rf_area *area)
+{
+	return area->finds == RF_FINDS_NOTHING || (area->finds == RF_FINDS_COPY && !area->at);
+}
+
+static void choose_reserved(struct rf_areas *areas)
+{
+	uint32_t i, taken = 0;
+	size_t round;
+
+	for (round = 0; round < ROUNDS && taken < RF_RESERVED; round++) {
+		for (i = 0; i < areas->count && taken < RF_RESERVED; i++) {
+			struct rf_area *area = &areas->areas[i];
+
+			if (area->reserved || !may_be_reserved(area) ||
+			    area->end - area->start < shortest[round])
+				continue;
+			area->reserved = true;
+			taken++;
+		}
+	}
+}
+
+/* ---- All of it ---- */
+
+static int fill_spare(struct rf_child_list *list, struct rf_tracker *tracker, uintptr_t start,
+		      uintptr_t end)
+{
+	struct collection to = { .list = list, .tracker = tracker };
+	int rc;
+
+	/* Both: the one takes the other's place. */
+	if (grow(&list->spare, header(0)) < 0 || grow(&list->shown, header(0)) < 0)
+		return -ENOMEM;
+	list->spare->count = 0;
+	list->spare->used = header(0);
+	list->mapped_anew = false;
+	rc = collect(&to, start, end);
+	if (to.open)
+		rf_vma_close(&tracker->reader);
+	if (rc >= 0)
+		rc = save_bytes(list);
+	if (rc >= 0)
+		choose_reserved(list->spare);
+	return rc;
+}
+
+/* More than registrations take in advance. The usual room stays: registrations come again. */
+static bool has_much_room(const struct rf_child_list *list)
+{
+	return list->shown && list->shown->mapped + list->spare->mapped > 4 * RF_LIST_ROOM;
+}
+
+int rf_child_list_make(struct rf_child_list *list, struct rf_tracker *tracker, uintptr_t start,
+		       uintptr_t end)
+{
+	const struct rf_ranges *ranges = &tracker->ranges;
+	struct rf_areas *shown = list->shown;
+	int rc;
+
+	if (start >= end && !list->mapped_anew && list->version == ranges->version)
+		return 0;
+	if (start >= end && !ranges->marked_bytes) {
+		if (has_much_room(list))
+			rf_child_list_clear(list);
+		if (!list->shown || !list->shown->count) {
+			list->version = ranges->version;
+			return 0;
+		}
+	}
+	rc = fill_spare(list, tracker, start, end);
+	if (rc < 0) {
+		/* What was shown to an earlier child is no answer. */
+		rf_child_list_clear(list);
+		return rc;
+	}
+	shown = list->shown;
+	list->version = ranges->version;
+	__atomic_store_n(&list->shown, list->spare, __ATOMIC_RELEASE);
+	list->spare = shown;
+	return 0;
+}
+
+/* ---- In a child ---- */
+
+#define UNSANITIZED __attribute__((no_sanitize("address", "thread", "undefined")))
+
+/* Not memcpy(): to a sanitizer that is the program's own, which may not write there. */
+UNSANITIZED static void store(uintptr_t to, const char *from, size_t nbytes)
+{
+	volatile uint64_t *words = (volatile uint64_t *)to;
+	uint64_t word;
+
+	for (; nbytes; nbytes -= sizeof(word), from += sizeof(word)) {
+		__builtin_memcpy(&word, from, sizeof(word));
+		*words++ = word;
+	}
+}
+
+/* Where nothing is mapped in [@start, @end): some of its pages may be there. */
+static void map_zeros(uintptr_t start, uintptr_t end, int protection, size_t page_size)
+{
+	uintptr_t middle;
+
+	if (rf_sys_map_at(start, end - start, protection) != -EEXIST || end - start <= page_size)
+		return;
+	middle = start + (end - start) / page_size / 2 * page_size;
+	map_zeros(start, middle, protection, page_size);
+	map_zeros(middle, end, protection, page_size);
+}
+
+/* The areas [@first, @last) touch each other and have one protection. */
+static void give_back(const struct rf_areas *areas, const struct rf_area *first,
+		      const struct rf_area *last)
+{
+	const uintptr_t start = first->start, nbytes = last[-1].end - start;
+	const int writable = PROT_READ | PROT_WRITE;
+
+	if (rf_sys_map_at(start, nbytes, writable) >= 0) {
+		store(start, (const char *)areas + first->at, nbytes);
+		if (first->protection != writable)
+			(void)rf_sys_protect(start, nbytes, first->protection);
+	} else if (last - first > 1) {
+		/* Some are there, as their registration ended while the fork was under way. */
+		for (; first < last; first++)
+			give_back(areas, first, first + 1);
+	}
+}
+
+/* The end of those areas that are given back together with @area. */
+static const struct rf_area *end_of_run(const struct rf_area *area, const struct rf_area *last)
+{
+	const struct rf_area *next = area + 1;
+
+	while (next < last && is_copy(next) && next->start == next[-1].end &&
+	       next->at == next[-1].at + (next[-1].end - next[-1].start) &&
+	       next->protection == area->protection)
+		next++;
+	return next;
+}
+
+static bool is_wiped(const struct rf_area *area)
+{
+	return area->mark == RF_MARK_WIPEONFORK;
+}
+
+/*
+ * First, before anything takes VMAs, and what touches in one call: at the limit of VMAs that
+ * needs no split.
+ */
+static void keep_wiped(const struct rf_areas *areas)
+{
+	const struct rf_area *area = areas->areas, *last = area + areas->count;
+	uintptr_t start;
+
+	for (; area < last; area++) {
+		if (!is_wiped(area))
+			continue;
+		start = area->start;
+		while (area + 1 < last && is_wiped(area + 1) && area[1].start == area->end)
+			area++;
+		(void)rf_sys_madvise(start, area->end - start, MADV_KEEPONFORK);
+	}
+}
+
+void rf_child_list_apply(const struct rf_child_list *list, enum rf_child_of how)
+{
+	const struct rf_areas *areas = list->shown;
+	const struct rf_area *area, *last, *next;
+	size_t page_size;
+
+	if (!areas || !areas->count)
+		return;
+	keep_wiped(areas);
+	if (how == RF_CHILD_OF_CLONE)
+		return;
+	page_size = rf_sys_page_size();
+	last = areas->areas + areas->count;
+	for (area = areas->areas; area < last; area = next) {
+		next = area + 1;
+		if (is_wiped(area))
+			continue;
+		if (area->finds == RF_FINDS_ZEROS) {
+			map_zeros(area->start, area->end, area->protection, page_size);
+		} else if (is_copy(area) && how == RF_CHILD_PREPARED) {
+			next = end_of_run(area, last);
+			give_back(areas, area, next);
+		} else if (area->reserved || is_copy(area)) {
+			(void)rf_sys_map_at(area->start, area->end - area->start, PROT_NONE);
+		}
+	}
+}
+
+/* ---- Memory ---- */
+
+static void trim(struct rf_areas *areas)
+{
+	const size_t mask = rf_sys_page_size() - 1;
+	const size_t at = areas ? (areas->bytes_at + mask) & ~mask : 0;
+
+	if (areas && areas->used > at + TRIMMED)
+		(void)rf_sys_madvise((uintptr_t)areas + at, areas->mapped - at, MADV_DONTNEED);
+}
+
+void rf_child_list_trim(struct rf_child_list *list)
+{
+	if (rf_likely(!list->mapped_anew))
+		return;
+	trim(list->shown);
+	trim(list->spare);
+}
+
+uint64_t rf_child_list_bytes(const struct rf_child_list *list)
+{
+	return (list->shown ? list->shown->used : 0) + (list->spare ? list->spare->used : 0);
+}
+
+void rf_child_list_clear(struct rf_child_list *list)
+{
+	struct rf_areas *shown = list->shown, *spare = list->spare;
+
+	__atomic_store_n(&list->shown, NULL, __ATOMIC_RELEASE);
+	list->spare = NULL;
+	list->version = UINT64_MAX;
+	list->mapped_anew = false;
+	list->room = 0;
+	list->room_bytes = 0;
+	if (spare)
+		rf_sys_unmap(spare, spare->mapped);
+	/* They are the same in a child made as one took the other's place. */
+	if (shown && shown != spare)
+		rf_sys_unmap(shown, shown->mapped);
+}

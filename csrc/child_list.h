@@ -1,0 +1,103 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * What a child finds where pages are kept from it: one list, made as a fork is prepared,
+ * applied once in the child, before that maps anything.
+ *
+ *	pages       |----------------|----------------|----------------|
+ *	registered        [=====RF_OMIT=====================]
+ *	counted           a copy           nothing          a copy
+ *	the list    [ copy, bytes    ][ nothing        ][ copy, bytes    ]
+ *
+ *	finds	    mark	     in the child
+ *	nothing	    MADV_DONTFORK    the addresses are reserved, inaccessible, so that nothing
+ *				     else is mapped there: the longest RF_RESERVED of them
+ *	zeros	    MADV_WIPEONFORK  zeros by then; MADV_KEEPONFORK, as they are its own now
+ *	zeros	    MADV_DONTFORK    zeros are mapped, with the protection the parent's have
+ *	a copy	    MADV_DONTFORK    the page's bytes, as the fork found them; the same
+ *
+ * A child may be made while another thread is in the middle of any change, that of
+ * another fork's list too. So a list is written where no child looks, and then shown by
+ * one store. Bytes are as they were when the fork was prepared: what a thread writes
+ * there until the child is made, it writes for the parent alone.
+ *
+ * Nothing is mapped over what is mapped there: a registration that ends while a fork is
+ * under way leaves its pages to the child.
+ *
+ * No locks: the engine's lock is held, but in a child.
+ */
+#ifndef RF_CHILD_LIST_H
+#define RF_CHILD_LIST_H
+
+#include "tracker.h"
+
+/* About a microsecond each, so their number has a limit. */
+#define RF_RESERVED 1024
+
+struct rf_area {
+	uintptr_t start, end;
+	size_t at;		/* of its bytes in the list; 0: none could be saved */
+	uint8_t finds;		/* enum rf_finds */
+	uint8_t mark;		/* enum rf_mark */
+	uint8_t protection;	/* PROT_READ ... of the parent's */
+	bool reserved;		/* one of the longest that are to be reserved */
+};
+
+struct rf_areas {
+	size_t mapped;
+	size_t bytes_at, used;
+	uint32_t count;
+	struct rf_area areas[];
+};
+
+struct rf_child_list {
+	struct rf_areas *shown, *spare;	/* or NULL */
+	uint64_t room, room_bytes;	/* areas and bytes there is room for in both */
+	uint64_t version;		/* of the ranges that are shown */
+	bool mapped_anew;		/* some area depends on more than that */
+};
+
+/* Registrations take room for so many bytes in advance; a fork for what is beyond that. */
+#define RF_LIST_ROOM ((uint64_t)64 << 20)
+
+/* The rest of rf_child_list_reserve(), where there is less. */
+int rf_child_list_grow(struct rf_child_list *list, uint64_t areas, uint64_t nbytes);
+
+/*
+ * Make room for @areas and @nbytes, so that a fork finds it. -ENOMEM: nothing has changed.
+ * Of many registrations in the same huge pages @nbytes would be far more than a fork saves:
+ * beyond RF_LIST_ROOM the fork takes the room itself, when it knows how much it is.
+ */
+static inline int rf_child_list_reserve(struct rf_child_list *list, uint64_t areas,
+					uint64_t nbytes)
+{
+	if (rf_likely(list->room >= areas && list->room_bytes >= nbytes))
+		return 0;
+	return rf_child_list_grow(list, areas, nbytes);
+}
+
+/*
+ * Show what a child made from now on is to find. [@start, @end) is about to be marked as
+ * well. What cannot be read, or has no room, is reserved instead. -ENOMEM: nothing is shown.
+ */
+int rf_child_list_make(struct rf_child_list *list, struct rf_tracker *tracker, uintptr_t start,
+		       uintptr_t end);
+
+/* How much of the list is of use to a child. */
+enum rf_child_of {
+	RF_CHILD_OF_CLONE,	/* no handler saw the fork: marks become its own */
+	RF_CHILD_UNPREPARED,	/* the list is of an earlier fork: no bytes, either */
+	RF_CHILD_PREPARED,
+};
+
+void rf_child_list_apply(const struct rf_child_list *list, enum rf_child_of how);
+
+/* No fork is under way: give back the memory of many saved bytes. */
+void rf_child_list_trim(struct rf_child_list *list);
+
+/* What the lists take, as far as they have been written to. */
+uint64_t rf_child_list_bytes(const struct rf_child_list *list);
+
+/* Show nothing, and give the memory back. */
+void rf_child_list_clear(struct rf_child_list *list);
+
+#endif

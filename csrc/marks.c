@@ -1,0 +1,340 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "marks.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+
+/* How many ranges a release may look at in search of what is to be unmarked. */
+#define LOOKED_AT 64
+
+static const struct rf_change unmark = {
+	.remark = true, .mark = RF_MARK_NONE, .clear = RF_RANGE_RETRY
+};
+
+int rf_marks_advice(uint8_t mark)
+{
+	return mark == RF_MARK_WIPEONFORK ? MADV_WIPEONFORK : MADV_DONTFORK;
+}
+
+int rf_marks_undoing(uint8_t mark)
+{
+	return mark == RF_MARK_WIPEONFORK ? MADV_KEEPONFORK : MADV_DOFORK;
+}
+
+static bool is_marked(const struct rf_range *range)
+{
+	return range->mark;
+}
+
+static bool is_marked_and_not_stuck(const struct rf_range *range)
+{
+	return range->mark && !(range->flags & RF_RANGE_STUCK);
+}
+
+static bool is_unmarked(const struct rf_range *range)
+{
+	return !range->mark;
+}
+
+/* What of @run bore no mark may bear one: madvise() advises part of a range before it refuses. */
+static void clear_partly_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark)
+{
+	const struct rf_change maybe = { .remark = true, .mark = mark };
+	struct rf_run part;
+	uintptr_t at;
+
+	for (at = run->start; rf_tracker_next_run(tracker, at, run->end, is_unmarked, &part);
+	     at = part.end) {
+		part.mark = mark;
+		rf_ranges_change(&tracker->ranges, part.start, part.end, &maybe);
+		rf_marks_clear(tracker, &part);
+	}
+}
+
+int rf_marks_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark)
+{
+	const struct rf_change made = { .remark = true, .mark = mark, .clear = RF_RANGE_DUE };
+	int rc = rf_marks_call(tracker, run->start, run->end, rf_marks_advice(mark));
+
+	if (rc >= 0)
+		rf_ranges_change(&tracker->ranges, run->start, run->end, &made);
+	else if (run->unmarked)
+		clear_partly_set(tracker, run, mark);
+	return rc;
+}
+
+int rf_marks_exchange(struct rf_tracker *tracker, const struct rf_run *run)
+{
+	const struct rf_change made = { .remark = true, .mark = run->best, .clear = RF_RANGE_DUE };
+	int rc = rf_marks_call(tracker, run->start, run->end, rf_marks_advice(run->best));
+
+	if (rc >= 0)
+		rc = rf_marks_call(tracker, run->start, run->end, rf_marks_undoing(run->mark));
+	if (rc < 0)
+		(void)rf_marks_call(tracker, run->start, run->end, rf_marks_undoing(run->best));
+	else
+		rf_ranges_change(&tracker->ranges, run->start, run->end, &made);
+	return rc;
+}
+
+/* Is there a mark that is wanted in the huge page [@first, @last) outside [@start, @end)? */
+static bool is_wanted_beside(const struct rf_tracker *tracker, uintptr_t first, uintptr_t last,
+			     uintptr_t start, uintptr_t end)
+{
+	struct rf_cursor cursor = rf_ranges_seek(&tracker->ranges, first);
+	const struct rf_range *range = rf_ranges_at(&tracker->ranges, cursor);
+
+	for (; range && range->start < last; range = rf_ranges_next(&tracker->ranges, &cursor))
+		if ((range->start < start || range->end > end) && range->mark &&
+		    rf_range_wants_mark(range))
+			return true;
+	return false;
+}
+
+/* Unmark [@start, @end), which lies in @vma and in a run of that @mark. */
+static void clear_mapping(struct rf_tracker *tracker, const struct rf_vma *vma, uintptr_t start,
+			  uintptr_t end, uint8_t mark)
+{
+	struct rf_change refused = { .set = RF_RANGE_RETRY };
+	uintptr_t first, last;
+	int rc;
+
+	/* A huge page goes as a whole, unless another registration wants it marked. */
+	first = rf_down(start, vma->shift);
+	if (!vma->shared && is_wanted_beside(tracker, first, rf_up(start, vma->shift), start, end))
+		first = rf_up(start, vma->shift);
+	last = rf_up(end, vma->shift);
+	if (!vma->shared && is_wanted_beside(tracker, rf_down(end, vma->shift), last, start, end))
+		last = rf_down(end, vma->shift);
+	if (first >= last)
+		return;
+	rc = rf_marks_call(tracker, first, last, rf_marks_undoing(mark));
+	/* EINVAL now: a device's mapping, which no child ever had or will have. */
+	if (rc >= 0 || (rc == -EINVAL && !vma->anonymous)) {
+		rf_ranges_change(&tracker->ranges, first, last, &unmark);
+		return;
+	}
+	first = first < start ? start : first;
+	last = last > end ? end : last;
+	refused.tried = rc != -ENOMEM && rc != -EAGAIN;
+	rf_ranges_change(&tracker->ranges, first, last, &refused);
+}
+
+/*
+ * Unmark @run mapping by mapping, as the kernel refused it as a whole: because of a
+ * hole, a huge page only partly released, or the VMA limit.
+ */
+static void clear_mappings(struct rf_tracker *tracker, const struct rf_run *run)
+{
+	const struct rf_change refused = { .set = RF_RANGE_RETRY };
+	struct rf_ranges *ranges = &tracker->ranges;
+	int opened = rf_vma_open(&tracker->reader), rc = opened;
+	uintptr_t at = run->start, stop;
+	struct rf_vma vma;
+
+	for (; rc >= 0 && at < run->end; at = stop) {
+		rc = rf_ranges_reserve(ranges, ranges->registrations);
+		if (rc < 0)
+			break;
+		rc = rf_vma_find(&tracker->reader, at, &vma);
+		if (rc == -ENOENT || (rc >= 0 && vma.start > at)) {
+			stop = rc == -ENOENT || vma.start > run->end ? run->end : vma.start;
+			rc = 0;
+			rf_ranges_change(ranges, at, stop, &unmark);
+			continue;
+		}
+		if (rc < 0)
+			break;
+		stop = vma.end < run->end ? vma.end : run->end;
+		clear_mapping(tracker, &vma, at, stop, run->mark);
+	}
+	if (rc < 0)
+		rf_ranges_change(ranges, at, run->end, &refused);
+	if (opened >= 0)
+		rf_vma_close(&tracker->reader);
+}
+
+void rf_marks_clear(struct rf_tracker *tracker, const struct rf_run *run)
+{
+	if (rf_marks_call(tracker, run->start, run->end, rf_marks_undoing(run->mark)) >= 0)
+		rf_ranges_change(&tracker->ranges, run->start, run->end, &unmark);
+	else
+		clear_mappings(tracker, run);
+}
+
+void rf_marks_clear_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
+			 bool (*belongs)(const struct rf_range *))
+{
+	struct rf_run run;
+
+	for (; rf_tracker_next_run(tracker, start, end, belongs, &run); start = run.end)
+		rf_marks_clear(tracker, &run);
+}
+
+void rf_marks_widen(const struct rf_tracker *tracker, uintptr_t *start, uintptr_t *end)
+{
+	const struct rf_ranges *ranges = &tracker->ranges;
+	const struct rf_range *range, *beside;
+
+	while ((beside = rf_ranges_find(ranges, *end)) && rf_range_is_unwanted(beside) &&
+	       (range = rf_ranges_find(ranges, *end - 1)) && rf_range_is_unwanted(range))
+		*end = beside->end;
+	while (*start && (beside = rf_ranges_find(ranges, *start - 1)) &&
+	       rf_range_is_unwanted(beside) && (range = rf_ranges_find(ranges, *start)) &&
+	       rf_range_is_unwanted(range))
+		*start = beside->start;
+}
+
+static bool is_held(const struct rf_range *range)
+{
+	return !(range->flags & RF_RANGE_DOUBT);
+}
+
+void rf_marks_leave(struct rf_tracker *tracker, const struct rf_run *run)
+{
+	const struct rf_change due = { .set = RF_RANGE_DUE };
+	struct rf_run held;
+	uintptr_t at;
+
+	tracker->dirty = true;
+	rf_marks_clear(tracker, run);
+	for (at = run->start; rf_tracker_next_run(tracker, at, run->end, is_held, &held);
+	     at = held.end)
+		rf_ranges_change(&tracker->ranges, held.start, held.end, &due);
+}
+
+void rf_marks_clear_all(struct rf_tracker *tracker)
+{
+	struct rf_run run;
+	uintptr_t at;
+
+	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked, &run); at = run.end)
+		rf_marks_clear(tracker, &run);
+}
+
+static bool is_to_retry(const struct rf_range *range)
+{
+	return range->flags & RF_RANGE_RETRY;
+}
+
+void rf_marks_retry_all(struct rf_tracker *tracker)
+{
+	struct rf_run run;
+
+	if (rf_likely(!tracker->ranges.retry))
+		return;
+	rf_marks_clear_runs(tracker, 0, UINTPTR_MAX, is_to_retry);
+	tracker->ranges.retry = rf_tracker_next_run(tracker, 0, UINTPTR_MAX, is_to_retry, &run);
+	tracker->retry_at = 0;
+}
+
+void rf_marks_retry_some(struct rf_tracker *tracker)
+{
+	const struct rf_ranges *ranges = &tracker->ranges;
+	struct rf_cursor cursor;
+	const struct rf_range *range;
+	uintptr_t start = tracker->retry_at;
+	unsigned int looked_at = 0;
+
+	if (rf_likely(!ranges->retry))
+		return;
+	cursor = rf_ranges_seek(ranges, start);
+	range = rf_ranges_at(ranges, cursor);
+	for (; range && looked_at < LOOKED_AT; range = rf_ranges_next(ranges, &cursor))
+		looked_at++;
+	tracker->retry_at = range ? range->start : 0;
+	rf_marks_clear_runs(tracker, start, range ? range->start : UINTPTR_MAX, is_to_retry);
+}
+
+bool rf_marks_have_room(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
+{
+	const struct rf_ranges *ranges = &tracker->ranges;
+	const struct rf_range *beside;
+
+	if (rf_likely(ranges->mark_edges + 2ull <= tracker->vma_budget))
+		return true;
+	/* What touches marked pages takes no VMA more. */
+	beside = start ? rf_ranges_find(ranges, start - 1) : NULL;
+	if (beside && beside->mark)
+		return true;
+	beside = rf_ranges_find(ranges, end);
+	return beside && beside->mark;
+}
+
+static bool is_over_budget(const struct rf_tracker *tracker)
+{
+	return tracker->ranges.mark_edges > tracker->vma_budget;
+}
+
+/* The run of marked ranges that holds @address. */
+static bool marked_run(const struct rf_tracker *tracker, uintptr_t address, struct rf_run *run)
+{
+	const struct rf_range *range;
+	uintptr_t start = address + 1;
+	uint8_t mark = RF_MARK_NONE;
+
+	while (start && (range = rf_ranges_find(&tracker->ranges, start - 1)) && range->mark &&
+	       (start > address || range->mark == mark)) {
+		start = range->start;
+		mark = range->mark;
+	}
+	return start <= address &&
+	       rf_tracker_next_run(tracker, start, UINTPTR_MAX, is_marked_and_not_stuck, run);
+}
+
+/*
+ * A release in the middle of a run makes two of it. Where that is one too many,
+ * what it has cut off goes to the kernel, or else the shorter of the neighbours.
+ */
+void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
+{
+	struct rf_run run, left, right;
+	bool has_left, has_right;
+	uintptr_t at;
+
+	for (at = start; is_over_budget(tracker) &&
+			 rf_tracker_next_run(tracker, at, end, is_marked_and_not_stuck, &run);
+	     at = run.end)
+		rf_marks_leave(tracker, &run);
+	if (!is_over_budget(tracker))
+		return;
+	has_left = start && marked_run(tracker, start - 1, &left);
+	has_right = marked_run(tracker, end, &right);
+	if (has_left && (!has_right || left.end - left.start < right.end - right.start))
+		rf_marks_leave(tracker, &left);
+	else if (has_right)
+		rf_marks_leave(tracker, &right);
+}
+
+void rf_marks_drop_shared(const struct rf_tracker *tracker)
+{
+	const struct rf_kernel *kernel = tracker->kernel;
+	struct rf_cursor cursor = { 0, 0 };
+	const struct rf_range *range;
+	struct rf_vma_reader reader;
+	struct rf_vma vma;
+	uintptr_t at, stop;
+
+	/* They are being moved. */
+	if (!tracker->ranges.leaves.capacity || !tracker->ranges.directory.capacity)
+		return;
+	rf_vma_init(&reader, kernel->procmap_query, 0);
+	if (rf_vma_open(&reader) < 0)
+		return;
+	range = rf_ranges_at(&tracker->ranges, cursor);
+	for (; range; range = rf_ranges_next(&tracker->ranges, &cursor)) {
+		if (!range->mark || range->nature != RF_NATURE_UNASKED)
+			continue;
+		for (at = range->start; at < range->end; at = stop) {
+			if (rf_vma_find(&reader, at, &vma) < 0)
+				break;
+			stop = vma.end < range->end ? vma.end : range->end;
+			if (vma.shared && vma.start < stop)
+				(void)rf_sys_madvise(vma.start > at ? vma.start : at,
+						     stop - (vma.start > at ? vma.start : at),
+						     MADV_DOFORK);
+		}
+	}
+	rf_vma_close(&reader);
+	rf_memory_free(&reader.table);
+}

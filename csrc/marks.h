@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * What the kernel is told: marks made, and taken back as far as it lets that happen.
+ *
+ * madvise() is not exact: over marked pages a misaligned call in a huge page
+ * succeeds and changes nothing, and a range with a hole is advised around it and
+ * then refused. So only success over unmarked pages means anything, and undoing
+ * goes mapping by mapping.
+ *
+ * A mark that cannot be taken back stays in the ranges and is tried again: by releases
+ * that free VMAs, a few at a time, and by every fork. What is refused for another
+ * reason than the number of mappings is given up after a few tries.
+ */
+#ifndef RF_MARKS_H
+#define RF_MARKS_H
+
+#include "tracker.h"
+
+static inline int rf_marks_call(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
+				int advice)
+{
+	tracker->madvise_calls++;
+	return rf_sys_madvise(start, end - start, advice);
+}
+
+/* The advice that makes a mark, and the one that takes it back. */
+int rf_marks_advice(uint8_t mark);
+int rf_marks_undoing(uint8_t mark);
+
+/*
+ * Give @run that @mark, where it bears none, and make again what it bears. -errno: it is
+ * as it was, as far as the kernel unmarks what it has advised of it.
+ */
+int rf_marks_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark);
+
+/* Give @run its best mark for the one it bears; it is never without. -errno: it is as it was. */
+int rf_marks_exchange(struct rf_tracker *tracker, const struct rf_run *run);
+
+/*
+ * Unmark @run, as far as the kernel lets it: what it refuses for now gets
+ * RF_RANGE_RETRY, what is left over of a huge page keeps its mark.
+ */
+void rf_marks_clear(struct rf_tracker *tracker, const struct rf_run *run);
+
+/* The same of what @belongs() picks in [@start, @end). */
+void rf_marks_clear_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
+			 bool (*belongs)(const struct rf_range *));
+
+/* [@start, @end) together with what touches it and waits to be unmarked. */
+void rf_marks_widen(const struct rf_tracker *tracker, uintptr_t *start, uintptr_t *end);
+
+/* Unmark a run that is wanted: the kernel copies it, until a fork marks it again. */
+void rf_marks_leave(struct rf_tracker *tracker, const struct rf_run *run);
+
+/* Unmark whatever is marked, counted or not: the caller is about to forget it. */
+void rf_marks_clear_all(struct rf_tracker *tracker);
+
+/* Unmark what the kernel refused to before: all of it, or as much as a release may spend. */
+void rf_marks_retry_all(struct rf_tracker *tracker);
+void rf_marks_retry_some(struct rf_tracker *tracker);
+
+/* Would a mark on @run, which bears none, stay within the process's share of VMAs? */
+bool rf_marks_have_room(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end);
+
+/* A release has cut [@start, @end) out: leave to the kernel what is over the budget now. */
+void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintptr_t end);
+
+/*
+ * For a fork inside the engine, where the tables may be half changed: what is marked,
+ * not asked about yet and really shared is unmarked. The tables do not learn of it: the
+ * next fork unmarks the same again.
+ */
+void rf_marks_drop_shared(const struct rf_tracker *tracker);
+
+#endif

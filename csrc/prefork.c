@@ -1,0 +1,403 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "prefork.h"
+#include "ask.h"
+#include "kernel.h"
+#include "marks.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+
+/* Runs that one process_madvise() marks. They lie on a signal handler's stack. */
+#define BATCH 32
+#define REFUSALS 64
+
+/*
+ * Where VMAs are short the longest runs get them: they cost the kernel most to copy.
+ * Else every run is marked. On 6.18 a mark pays from two base pages on, from four with
+ * what the child reserves of their addresses; one page costs 1 to 3 us a fork more than
+ * its copy. But in a transparent huge page, which nothing tells from the others, a
+ * single page that is left costs 50 us (benchmarks/break_even.py).
+ */
+static const size_t page_steps[] = { 4096, 256, 16, 1 };
+
+#define STEPS (sizeof(page_steps) / sizeof(*page_steps))
+
+struct batch {
+	struct iovec runs[BATCH];
+	unsigned int count;
+	unsigned int refused;
+	bool full;		/* the kernel grants no more VMAs */
+};
+
+/* ---- Which ranges ---- */
+
+static bool is_unasked(const struct rf_range *range)
+{
+	return range->nature == RF_NATURE_UNASKED && rf_range_is_counted(range);
+}
+
+static bool is_marked_but_shared(const struct rf_range *range)
+{
+	return range->mark && range->nature == RF_NATURE_SHARED;
+}
+
+static bool is_marked_and_unasked(const struct rf_range *range)
+{
+	return range->mark && is_unasked(range);
+}
+
+static bool is_due(const struct rf_range *range)
+{
+	return range->flags & RF_RANGE_DUE && range->nature != RF_NATURE_UNASKED &&
+	       rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
+}
+
+static bool is_due_and_marked(const struct rf_range *range)
+{
+	return range->mark && is_due(range);
+}
+
+static bool is_due_and_unmarked(const struct rf_range *range)
+{
+	return !range->mark && is_due(range);
+}
+
+static bool is_marked_and_held(const struct rf_range *range)
+{
+	return range->mark && rf_range_wants_mark(range) && !(range->flags & RF_RANGE_DOUBT);
+}
+
+/* Another mark would serve it better, and it is known that it is there. */
+static bool is_marked_otherwise(const struct rf_range *range)
+{
+	return is_marked_and_held(range) && range->nature != RF_NATURE_UNASKED &&
+	       range->mark != rf_range_best_mark(range);
+}
+
+/* What there is to do, found in one walk. */
+struct survey {
+	bool unasked, shared, doubted, otherwise;
+	uint64_t due;		/* runs, at most */
+};
+
+static struct survey survey(const struct rf_tracker *tracker)
+{
+	struct rf_cursor cursor = { 0, 0 };
+	const struct rf_range *range = rf_ranges_at(&tracker->ranges, cursor);
+	struct survey found = { .due = 0 };
+	uintptr_t end = 0;
+
+	for (; range; range = rf_ranges_next(&tracker->ranges, &cursor)) {
+		found.unasked |= is_unasked(range);
+		found.shared |= is_marked_but_shared(range);
+		found.doubted |= is_due_and_marked(range);
+		found.otherwise |= is_marked_otherwise(range);
+		if (!is_due_and_unmarked(range))
+			continue;
+		found.due += range->start != end;
+		end = range->end;
+	}
+	return found;
+}
+
+/* ---- Counting ---- */
+
+/* Learn what the ends of listed slots lie in, and count them rounded to that. */
+static void count_listed(struct rf_tracker *tracker, struct rf_registry *registry)
+{
+	uint32_t index = registry->first_listed, next;
+	struct rf_extent old, extent;
+	struct rf_slot *slot;
+	int rc;
+
+	for (; index != RF_SLOT_NONE; index = next) {
+		slot = rf_registry_slot(registry, index);
+		next = slot->next;
+		old.start = old.end = 0;
+		if (slot->flags & RF_SLOT_COUNTED)
+			rf_tracker_extent(tracker, slot, &old);
+		rc = rf_ask_ends(tracker, slot);
+		rf_tracker_count_again(tracker, slot, &old, RF_RANGE_DUE, &extent);
+		rf_registry_count(registry, slot);
+		/* Not answered: the next fork asks again. */
+		if (rc >= 0)
+			rf_registry_unlist(registry, index);
+	}
+}
+
+/*
+ * From the end of the list: those that wait have come last. They stay listed: no madvise()
+ * has told of a huge page that they are part of.
+ */
+void rf_prefork_count_all_waiting(struct rf_tracker *tracker, struct rf_registry *registry)
+{
+	const struct rf_extent none = { .start = 0 };
+	uint32_t index = registry->last_listed;
+	struct rf_extent extent;
+	struct rf_slot *slot;
+
+	for (; registry->waiting; index = slot->prev) {
+		slot = rf_registry_slot(registry, index);
+		if (slot->flags & RF_SLOT_COUNTED)
+			continue;
+		rf_tracker_count_again(tracker, slot, &none, 0, &extent);
+		rf_registry_count(registry, slot);
+	}
+}
+
+/* ---- Asking ---- */
+
+static void ask_unasked(struct rf_tracker *tracker)
+{
+	uintptr_t at, hole;
+	struct rf_run run;
+
+	tracker->touched = 0;
+	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_unasked, &run); at = run.end)
+		if (rf_ask(tracker, run.start, run.end, run.unmarked, &hole) < 0)
+			break;
+}
+
+static void unmark_shared(struct rf_tracker *tracker)
+{
+	struct rf_run run;
+	uintptr_t at, start, end;
+
+	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked_but_shared, &run);
+	     at = run.end) {
+		start = run.start;
+		end = run.end;
+		/* What was left over of a huge page beside it is wanted by nobody now. */
+		rf_marks_widen(tracker, &start, &end);
+		rf_marks_clear_runs(tracker, start, end, rf_range_is_unwanted);
+	}
+}
+
+/*
+ * /proc cannot be opened, so nothing tells private from shared: what may be either
+ * is left to the kernel, if that copies.
+ */
+static void leave_unasked(struct rf_tracker *tracker)
+{
+	struct rf_run run;
+	uintptr_t at;
+
+	if (!rf_tracker_trusts(tracker))
+		return;
+	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked_and_unasked, &run);
+	     at = run.end)
+		rf_marks_leave(tracker, &run);
+}
+
+/* ---- Marking ---- */
+
+/* What the kernel refuses is left to its copying, unless it was marked before. */
+static void mark_run(struct rf_tracker *tracker, struct batch *batch, const struct rf_run *run)
+{
+	int rc;
+
+	if (run->mark == RF_MARK_WIPEONFORK && run->best != RF_MARK_WIPEONFORK)
+		rc = rf_marks_exchange(tracker, run);
+	else
+		rc = rf_marks_set(tracker, run, run->mark ? run->mark : run->best);
+	if (rc == -EINVAL && !run->mark && run->best == RF_MARK_WIPEONFORK)
+		rc = rf_marks_set(tracker, run, RF_MARK_DONTFORK);
+	/* ENOMEM: the limit on older kernels, or memory that should be held was unmapped. */
+	if (rc < 0)
+		batch->full = rc == -EAGAIN || ++batch->refused == REFUSALS;
+}
+
+static void note_marked(struct rf_tracker *tracker, const struct iovec *run)
+{
+	const struct rf_change made = {
+		.remark = true, .mark = RF_MARK_DONTFORK, .clear = RF_RANGE_DUE
+	};
+	const uintptr_t start = (uintptr_t)run->iov_base;
+
+	rf_ranges_change(&tracker->ranges, start, start + run->iov_len, &made);
+}
+
+static void flush(struct rf_tracker *tracker, struct batch *batch)
+{
+	unsigned int done = 0;
+	ssize_t advised = 0;
+
+	if (batch->count > 1 && tracker->kernel->process_madvise) {
+		tracker->madvise_calls++;
+		advised = rf_sys_madvise_many(batch->runs, batch->count, MADV_DONTFORK);
+	}
+	while (done < batch->count && advised >= (ssize_t)batch->runs[done].iov_len) {
+		advised -= (ssize_t)batch->runs[done].iov_len;
+		note_marked(tracker, &batch->runs[done++]);
+	}
+	for (; done < batch->count && !batch->full; done++) {
+		const uintptr_t start = (uintptr_t)batch->runs[done].iov_base;
+		const struct rf_run run = {
+			.start = start,
+			.end = start + batch->runs[done].iov_len,
+			.best = RF_MARK_DONTFORK,
+			.unmarked = true,
+		};
+
+		mark_run(tracker, batch, &run);
+	}
+	batch->count = 0;
+}
+
+/* Mark pages in doubt again that a later registration holds: that takes no more VMAs. */
+static void mark_doubted(struct rf_tracker *tracker)
+{
+	struct batch batch = { .count = 0 };
+	struct rf_run run;
+	uintptr_t at;
+
+	for (at = 0; !batch.full &&
+		     rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_due_and_marked, &run);
+	     at = run.end)
+		mark_run(tracker, &batch, &run);
+}
+
+/* Mark due runs of at least @nbytes while there is room for them. */
+static void mark_due(struct rf_tracker *tracker, struct batch *batch, size_t nbytes)
+{
+	uint64_t taken = tracker->ranges.mark_edges;
+	struct rf_run run;
+	uintptr_t at;
+
+	for (at = 0; !batch->full && taken + 2 <= tracker->vma_budget &&
+		     rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_due_and_unmarked, &run);
+	     at = run.end) {
+		if (run.end - run.start < nbytes)
+			continue;
+		taken += 2;
+		if (run.best == RF_MARK_WIPEONFORK) {
+			mark_run(tracker, batch, &run);
+			continue;
+		}
+		batch->runs[batch->count].iov_base = (void *)run.start;
+		batch->runs[batch->count].iov_len = run.end - run.start;
+		if (++batch->count < BATCH)
+			continue;
+		flush(tracker, batch);
+		taken = tracker->ranges.mark_edges;
+	}
+	flush(tracker, batch);
+}
+
+static void mark_all_due(struct rf_tracker *tracker, uint64_t runs)
+{
+	const bool fits = 2 * runs + tracker->ranges.mark_edges <= tracker->vma_budget;
+	struct batch batch = { .count = 0 };
+	size_t step;
+
+	for (step = fits ? STEPS - 1 : 0; step < STEPS; step++)
+		mark_due(tracker, &batch, page_steps[step] * tracker->kernel->page_size);
+}
+
+static void exchange_marks(struct rf_tracker *tracker)
+{
+	struct rf_run run;
+	uintptr_t at;
+
+	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked_otherwise, &run);
+	     at = run.end)
+		(void)rf_marks_exchange(tracker, &run);
+}
+
+static bool has_budget(const struct rf_tracker *tracker)
+{
+	return tracker->ranges.mark_edges + 2ull <= tracker->vma_budget;
+}
+
+static void walk(struct rf_tracker *tracker, bool marking)
+{
+	struct survey found = survey(tracker);
+
+	if (found.unasked) {
+		ask_unasked(tracker);
+		found = survey(tracker);
+	}
+	if (found.shared)
+		unmark_shared(tracker);
+	if (!marking)
+		return;
+	if (found.doubted)
+		mark_doubted(tracker);
+	if (found.otherwise)
+		exchange_marks(tracker);
+	if (!found.due) {
+		tracker->dirty = found.unasked;
+		tracker->left = false;
+		return;
+	}
+	mark_all_due(tracker, found.due);
+	found = survey(tracker);
+	/* What only waits for the budget waits for a release. */
+	tracker->left = found.due && !has_budget(tracker);
+	tracker->dirty = found.unasked || (found.due && !tracker->left);
+}
+
+/*
+ * A registration that found its pages marked has not learned of the huge page they
+ * are part of: madvise() takes any part of what is marked already.
+ */
+static void mark_whole_pages(struct rf_tracker *tracker, const struct rf_run *run)
+{
+	struct rf_slot ends = { .start = run->start, .end = run->end };
+	struct rf_extent extent;
+
+	if (rf_ask_ends_alone(tracker, &ends) < 0)
+		return;
+	rf_tracker_extent(tracker, &ends, &extent);
+	(void)rf_marks_call(tracker, extent.start, extent.end, rf_marks_advice(run->mark));
+}
+
+/*
+ * Others advise the same pages: an MADV_DOFORK of libibverbs' own tracker, which knows
+ * nothing of our counts, takes our marks away. Memory that is not held may be another's
+ * by now.
+ */
+static void mark_again(struct rf_tracker *tracker)
+{
+	struct rf_run run;
+	uintptr_t at;
+
+	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked_and_held, &run);
+	     at = run.end)
+		if (rf_marks_call(tracker, run.start, run.end, rf_marks_advice(run.mark)) ==
+		    -EINVAL)
+			mark_whole_pages(tracker, &run);
+}
+
+/* ---- All of it ---- */
+
+void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry)
+{
+	struct survey found;
+
+	if (tracker->contested)
+		mark_again(tracker);
+	rf_marks_retry_all(tracker);
+	tracker->dirty |= tracker->left && has_budget(tracker);
+	if (!registry->listed && tracker->dirty) {
+		found = survey(tracker);
+		tracker->dirty = found.unasked || found.due || found.doubted || found.otherwise;
+	}
+	if (!registry->listed && !tracker->dirty)
+		return;
+	if (rf_vma_open(&tracker->reader) < 0) {
+		leave_unasked(tracker);
+		return;
+	}
+	count_listed(tracker, registry);
+	walk(tracker, true);
+	rf_vma_close(&tracker->reader);
+}
+
+void rf_prefork_settle(struct rf_tracker *tracker)
+{
+	if (!tracker->dirty || rf_vma_open(&tracker->reader) < 0)
+		return;
+	walk(tracker, false);
+	rf_vma_close(&tracker->reader);
+}

@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * Just before a fork: everything registered since the last one, at once.
+ *
+ *	for all pending: ask ends > count; then in order of address: ask > mark, in batches
+ *
+ * Nothing here fails: what cannot be marked is left to the kernel's copying.
+ */
+#ifndef RF_PREFORK_H
+#define RF_PREFORK_H
+
+#include "tracker.h"
+
+/* Count what is listed and was not: its pages are marked. */
+void rf_prefork_count_all_waiting(struct rf_tracker *tracker, struct rf_registry *registry);
+
+static inline void rf_prefork_count_waiting(struct rf_tracker *tracker,
+					    struct rf_registry *registry)
+{
+	if (registry->waiting)
+		rf_prefork_count_all_waiting(tracker, registry);
+}
+
+/* Count all listed slots, unlist them, and mark what is due. */
+void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry);
+
+/* Ask what is not known of the counted ranges, and unmark what is shared. */
+void rf_prefork_settle(struct rf_tracker *tracker);
+
+#endif

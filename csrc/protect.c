@@ -1,0 +1,342 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "protect.h"
+#include "ask.h"
+#include "explain.h"
+#include "kernel.h"
+#include "marks.h"
+
+#include <errno.h>
+
+static uint8_t doubt_of(const struct rf_slot *slot)
+{
+	return slot->flags & RF_SLOT_HELD ? 0 : RF_RANGE_DOUBT;
+}
+
+/* Its mark is there to stay. */
+static bool is_steady(const struct rf_range *range)
+{
+	return range->mark && rf_range_wants_mark(range) &&
+	       !(range->flags & (RF_RANGE_DOUBT | RF_RANGE_RETRY));
+}
+
+/* What is to be marked of some pages, as one run. */
+enum shape {
+	COVERED,	/* nothing: all are marked */
+	ONE_RUN,
+	OTHER,		/* more than that is to be done */
+};
+
+/*
+ * What is to be marked of [@start, @end)? Pages that are in the ranges already are to be
+ * steadily marked, for it to be one run.
+ */
+static enum shape look(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
+		       struct rf_run *run)
+{
+	const struct rf_ranges *ranges = &tracker->ranges;
+	struct rf_cursor cursor = rf_ranges_seek(ranges, start);
+	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+	uintptr_t at, stop;
+
+	run->start = run->end = 0;
+	for (at = start; at < end; at = stop) {
+		if (range && range->start <= at) {
+			if (!is_steady(range))
+				return OTHER;
+			stop = range->end;
+			range = rf_ranges_next(ranges, &cursor);
+			continue;
+		}
+		stop = range && range->start < end ? range->start : end;
+		if (run->start < run->end)
+			return OTHER;
+		run->start = at;
+		run->end = stop;
+	}
+	return run->start < run->end ? ONE_RUN : COVERED;
+}
+
+static bool to_mark_now(const struct rf_range *range)
+{
+	return rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
+}
+
+static bool is_fresh_but_shared(const struct rf_range *range)
+{
+	return range->mark && range->nature == RF_NATURE_SHARED;
+}
+
+/* Mark what @belongs() picks in [@start, @end). -errno of the first refusal. */
+static int mark_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end, bool held,
+		     bool (*belongs)(const struct rf_range *))
+{
+	const struct rf_change due = { .set = RF_RANGE_DUE };
+	struct rf_run run;
+	int rc;
+
+	for (; rf_tracker_next_run(tracker, start, end, belongs, &run); start = run.end) {
+		if (run.mark == RF_MARK_NONE && !rf_marks_have_room(tracker, run.start, run.end)) {
+			if (!rf_tracker_trusts(tracker))
+				return -EDQUOT;
+			if (held)
+				rf_ranges_change(&tracker->ranges, run.start, run.end, &due);
+			continue;
+		}
+		/* What is not held cannot wait for the next fork. */
+		if (run.mark == RF_MARK_WIPEONFORK && run.best != RF_MARK_WIPEONFORK)
+			rc = rf_marks_exchange(tracker, &run);
+		else
+			rc = rf_marks_set(tracker, &run, run.mark ? run.mark : RF_MARK_DONTFORK);
+		if (rc < 0)
+			return rc;
+	}
+	return 0;
+}
+
+/*
+ * madvise() refused: learn what is mapped, round to that, and try once more.
+ * On failure what has been counted and marked so far is the caller's to undo.
+ */
+static int ask_and_mark(struct rf_tracker *tracker, struct rf_child_list *list,
+			struct rf_slot *slot, bool forking, struct rf_error *error)
+{
+	struct rf_extent old, extent;
+	uintptr_t hole;
+	int rc = rf_vma_open(&tracker->reader);
+
+	if (rc < 0) {
+		error->cause = RF_CAUSE_NO_PROC;
+		return rc;
+	}
+	rf_tracker_extent(tracker, slot, &old);
+	rc = rf_ask_ends(tracker, slot);
+	rf_tracker_count_again(tracker, slot, &old, 0, &extent);
+	if (rc >= 0)
+		rc = rf_ask(tracker, extent.start, extent.end, true, &hole);
+	rf_vma_close(&tracker->reader);
+	if (rc < 0) {
+		error->cause = rc == -ENOMEM ? RF_CAUSE_ENGINE_MEMORY : RF_CAUSE_NO_PROC;
+		return rc;
+	}
+	if (hole)
+		return -ENOMEM;
+	if (forking && rf_child_list_make(list, tracker, extent.start, extent.end) < 0) {
+		error->cause = RF_CAUSE_ENGINE_MEMORY;
+		return -ENOMEM;
+	}
+	rf_marks_clear_runs(tracker, extent.start, extent.end, is_fresh_but_shared);
+	/* Marked or not: others may have unmarked a part of a huge page, which goes as a whole. */
+	return mark_runs(tracker, extent.start, extent.end, slot->flags & RF_SLOT_HELD,
+			 rf_range_wants_mark);
+}
+
+/* The slot is counted no more: unmark what it has left behind. */
+static void clean_up(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
+{
+	rf_marks_widen(tracker, &start, &end);
+	rf_marks_clear_runs(tracker, start, end, rf_range_is_unwanted);
+}
+
+static void undo(struct rf_tracker *tracker, struct rf_slot *slot)
+{
+	const struct rf_change less = { .count = -1 };
+	struct rf_extent extent;
+
+	rf_tracker_extent(tracker, slot, &extent);
+	rf_tracker_count(tracker, slot, &extent, less);
+	clean_up(tracker, extent.start, extent.end);
+	slot->start_shift = 0;
+	slot->end_shift = 0;
+}
+
+/*
+ * More than one run is to be marked, or the kernel has refused to mark @tried, as @refused
+ * says.
+ */
+static __attribute__((noinline)) int protect_by_steps(struct rf_tracker *tracker,
+						      struct rf_child_list *list,
+						      struct rf_slot *slot, bool forking,
+						      const struct rf_run *tried, int refused,
+						      struct rf_error *error)
+{
+	const struct rf_change more = { .count = 1 };
+	const struct rf_change maybe = { .remark = true, .mark = RF_MARK_DONTFORK };
+	const struct rf_change doubt = { .set = RF_RANGE_DOUBT, .rename = true };
+	bool held = slot->flags & RF_SLOT_HELD;
+	struct rf_extent extent;
+	int rc = refused;
+
+	/* Also if this fails: memory in doubt that was marked anew may be shared by now. */
+	tracker->dirty = true;
+	rf_tracker_extent(tracker, slot, &extent);
+	rf_tracker_count(tracker, slot, &extent, more);
+	/* madvise() advises part of a range before it refuses. */
+	if (tried)
+		rf_ranges_change(&tracker->ranges, tried->start, tried->end, &maybe);
+	if (!rc)
+		/* What is not held is marked even if it was: it may have been mapped anew since. */
+		rc = mark_runs(tracker, extent.start, extent.end, held,
+			       held ? to_mark_now : rf_range_wants_mark);
+	if (rc == -EINVAL)
+		rc = ask_and_mark(tracker, list, slot, forking, error);
+	rf_tracker_extent(tracker, slot, &extent);
+	if (rc < 0) {
+		rc = rf_explain(tracker, extent.start, extent.end, rc, error);
+		undo(tracker, slot);
+		return rc;
+	}
+	/* Only now: a failure leaves no doubt about what others hold. */
+	if (!held)
+		rf_ranges_change(&tracker->ranges, extent.start, extent.end, &doubt);
+	return 0;
+}
+
+int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf_slot *slot,
+	       unsigned int how, bool *ask, struct rf_error *error)
+{
+	const struct rf_change marked = {
+		.count = 1, .set = doubt_of(slot), .remark = true, .mark = RF_MARK_DONTFORK
+	};
+	bool partial = (slot->start | slot->end) & (tracker->kernel->page_size - 1);
+	bool held = slot->flags & RF_SLOT_HELD;
+	enum shape shape = OTHER;
+	struct rf_extent extent;
+	struct rf_run run;
+	int rc = 0;
+
+	error->cause = RF_CAUSE_NONE;
+	*ask = held && partial;
+	/*
+	 * The ends of memory that is not held cannot wait for the next fork: by then they may
+	 * be another's. Where every page touched is marked, madvise() refuses a part of a huge
+	 * page, and that is soon enough. Without /proc they are the kernel's to copy.
+	 */
+	if (!held && partial && rf_tracker_trusts(tracker) && !(how & RF_PROTECT_NOWAIT))
+		(void)rf_ask_ends_alone(tracker, slot);
+	rf_tracker_extent(tracker, slot, &extent);
+	if (rf_likely(!(how & RF_PROTECT_FORKING))) {
+		if (extent.start < extent.end)
+			shape = look(tracker, extent.start, extent.end, &run);
+		if (shape == COVERED && held)
+			return RF_PROTECT_COVERED;
+	}
+	if (how & RF_PROTECT_NOWAIT)
+		return -EAGAIN;
+	if (extent.start >= extent.end)
+		return 0;
+	if (rf_unlikely(how & RF_PROTECT_FORKING))
+		return protect_by_steps(tracker, list, slot, true, NULL, -EINVAL, error);
+	if (rf_unlikely(shape != ONE_RUN || !rf_marks_have_room(tracker, run.start, run.end) ||
+			(!held && run.end - run.start != extent.end - extent.start)))
+		return protect_by_steps(tracker, list, slot, false, NULL, 0, error);
+	tracker->dirty = true;
+	rc = rf_marks_call(tracker, run.start, run.end, rf_marks_advice(RF_MARK_DONTFORK));
+	if (rf_unlikely(rc < 0))
+		return protect_by_steps(tracker, list, slot, false, &run, rc, error);
+	rf_tracker_count(tracker, slot, &extent, marked);
+	return 0;
+}
+
+/*
+ * Where somebody who does not hold the memory counts, only a registration that holds it
+ * may mark it late. The one that is gone may have been that.
+ */
+static bool is_doubted_and_due(const struct rf_range *range)
+{
+	return (range->flags & RF_RANGE_DOUBT) && (range->flags & RF_RANGE_DUE);
+}
+
+static void forget_due(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
+{
+	const struct rf_change forgotten = { .clear = RF_RANGE_DUE };
+	struct rf_run run;
+
+	for (; rf_tracker_next_run(tracker, start, end, is_doubted_and_due, &run); start = run.end)
+		rf_ranges_change(&tracker->ranges, run.start, run.end, &forgotten);
+}
+
+static bool is_wiped_no_more(const struct rf_range *range)
+{
+	return range->mark == RF_MARK_WIPEONFORK && rf_range_wants_mark(range) &&
+	       rf_range_best_mark(range) != RF_MARK_WIPEONFORK;
+}
+
+/* Zeros are not what a child is to find any more, and memory in doubt is marked now or never. */
+static void exchange_wiped(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
+{
+	struct rf_run run;
+
+	for (; rf_tracker_next_run(tracker, start, end, is_wiped_no_more, &run); start = run.end)
+		(void)rf_marks_exchange(tracker, &run);
+}
+
+/* What of [@start, @end), all of which is counted, is to be unmarked once it is not? */
+static enum shape look_back(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
+			    struct rf_run *run)
+{
+	const struct rf_ranges *ranges = &tracker->ranges;
+	struct rf_cursor cursor = rf_ranges_seek(ranges, start);
+	const struct rf_range *range = rf_ranges_at(ranges, cursor), *beside;
+	uintptr_t at, stop;
+
+	run->start = run->end = 0;
+	run->mark = RF_MARK_NONE;
+	for (at = start; at < end; at = stop) {
+		stop = range->end < end ? range->end : end;
+		if (range->flags & RF_RANGE_RETRY || rf_range_is_unwanted(range))
+			return OTHER;
+		if (rf_range_count(range) > 1) {
+			/* Zeros may not be what a child is to find there any more. */
+			if (range->flags & RF_RANGE_DOUBT || range->mark == RF_MARK_WIPEONFORK)
+				return OTHER;
+		} else if (range->mark) {
+			if (run->start < run->end && (run->end != at || run->mark != range->mark))
+				return OTHER;
+			run->start = run->start < run->end ? run->start : at;
+			run->end = stop;
+			run->mark = range->mark;
+		}
+		if (range->end <= end)
+			range = rf_ranges_next(ranges, &cursor);
+	}
+	/* What waits beside it, as a part of the same huge page, may go with it. */
+	beside = rf_ranges_find(ranges, end);
+	if (beside && rf_range_is_unwanted(beside))
+		return OTHER;
+	beside = start ? rf_ranges_find(ranges, start - 1) : NULL;
+	if (beside && rf_range_is_unwanted(beside))
+		return OTHER;
+	return run->start < run->end ? ONE_RUN : COVERED;
+}
+
+void rf_protect_release(struct rf_tracker *tracker, const struct rf_slot *slot)
+{
+	struct rf_change less = { .count = -1 };
+	const uint32_t edges = tracker->ranges.mark_edges;
+	struct rf_extent extent;
+	struct rf_run run;
+	enum shape shape;
+
+	rf_tracker_extent(tracker, slot, &extent);
+	if (extent.start >= extent.end)
+		return;
+	shape = look_back(tracker, extent.start, extent.end, &run);
+	if (rf_likely(shape == ONE_RUN) &&
+	    rf_marks_call(tracker, run.start, run.end, rf_marks_undoing(run.mark)) < 0)
+		shape = OTHER;
+	less.remark = shape != OTHER;
+	rf_tracker_count(tracker, slot, &extent, less);
+	if (rf_unlikely(shape == OTHER)) {
+		tracker->dirty = true;
+		if (slot->flags & RF_SLOT_HELD)
+			forget_due(tracker, extent.start, extent.end);
+		exchange_wiped(tracker, extent.start, extent.end);
+		clean_up(tracker, extent.start, extent.end);
+	}
+	if (rf_unlikely(tracker->ranges.mark_edges > tracker->vma_budget) &&
+	    rf_tracker_trusts(tracker))
+		rf_marks_keep_to_budget(tracker, extent.start, extent.end);
+	/* VMAs came free, which may be what others wait for. */
+	if (tracker->ranges.mark_edges < edges)
+		rf_marks_retry_some(tracker);
+}

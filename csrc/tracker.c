@@ -1,0 +1,108 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+#include "tracker.h"
+#include "kernel.h"
+
+#include <string.h>
+
+void rf_tracker_init(struct rf_tracker *tracker)
+{
+	memset(tracker, 0, sizeof(*tracker));
+	rf_ranges_init(&tracker->ranges);
+}
+
+void rf_tracker_start(struct rf_tracker *tracker, const struct rf_kernel *kernel, bool contested)
+{
+	tracker->kernel = kernel;
+	tracker->contested = contested || !kernel->copy_trusted;
+	tracker->vma_budget = kernel->max_map_count / 2;
+	rf_memory_free(&tracker->reader.table);
+	rf_vma_init(&tracker->reader, kernel->procmap_query, rf_kernel_huge_shift(kernel));
+}
+
+void rf_tracker_clear(struct rf_tracker *tracker)
+{
+	rf_ranges_clear(&tracker->ranges);
+	tracker->dirty = false;
+	tracker->left = false;
+	tracker->partial_bytes = 0;
+	tracker->retry_at = 0;
+	tracker->madvise_calls = 0;
+	tracker->reader.questions = 0;
+	/* Another thread may have had a round under way: its descriptor speaks of the parent. */
+	tracker->reader.depth = 0;
+	tracker->reader.fd = -1;
+}
+
+void rf_tracker_abandon(struct rf_tracker *tracker)
+{
+	rf_ranges_abandon(&tracker->ranges);
+	rf_memory_abandon(&tracker->reader.table);
+}
+
+static void count_partial(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
+			  struct rf_change *change)
+{
+	if (rf_likely(start >= end))
+		return;
+	change->finds = RF_FINDS_COPY;
+	rf_ranges_change(&tracker->ranges, start, end, change);
+	tracker->partial_bytes += (uint64_t)(int64_t)change->count * (end - start);
+}
+
+void rf_tracker_count(struct rf_tracker *tracker, const struct rf_slot *slot,
+		      const struct rf_extent *extent, struct rf_change change)
+{
+	count_partial(tracker, extent->start, extent->fill_start, &change);
+	count_partial(tracker, extent->fill_end, extent->end, &change);
+	if (extent->fill_start == extent->fill_end)
+		return;
+	change.finds = slot->policy == RF_OMIT ? RF_FINDS_NOTHING : RF_FINDS_ZEROS;
+	rf_ranges_change(&tracker->ranges, extent->fill_start, extent->fill_end, &change);
+}
+
+void rf_tracker_count_again(struct rf_tracker *tracker, const struct rf_slot *slot,
+			    const struct rf_extent *old, uint8_t flags, struct rf_extent *extent)
+{
+	const struct rf_change more = { .count = 1, .set = flags }, less = { .count = -1 };
+
+	rf_tracker_extent(tracker, slot, extent);
+	if (extent->start < extent->end)
+		rf_tracker_count(tracker, slot, extent, more);
+	/* Second, so that no page is counted by nobody in between. */
+	if (old->start < old->end)
+		rf_tracker_count(tracker, slot, old, less);
+}
+
+/* A huge page is advised as a whole, whichever of its parts bear their mark. */
+static bool may_join(const struct rf_run *run, const struct rf_range *range)
+{
+	return rf_range_best_mark(range) == run->best &&
+	       (range->mark == RF_MARK_WIPEONFORK) == (run->mark == RF_MARK_WIPEONFORK);
+}
+
+bool rf_tracker_next_run(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
+			 bool (*belongs)(const struct rf_range *), struct rf_run *run)
+{
+	const struct rf_ranges *ranges = &tracker->ranges;
+	struct rf_cursor cursor = rf_ranges_seek(ranges, at);
+	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+
+	while (range && range->start < end && !belongs(range))
+		range = rf_ranges_next(ranges, &cursor);
+	if (!range || range->start >= end || at >= end)
+		return false;
+	run->start = range->start > at ? range->start : at;
+	run->mark = RF_MARK_NONE;
+	run->best = (uint8_t)rf_range_best_mark(range);
+	run->unmarked = false;
+	do {
+		run->end = range->end;
+		run->unmarked |= !range->mark;
+		run->mark = range->mark ? range->mark : run->mark;
+		range = rf_ranges_next(ranges, &cursor);
+	} while (range && range->start == run->end && range->start < end && belongs(range) &&
+		 may_join(run, range));
+	/* Ranges that are alike are one, whatever they belong to. */
+	run->end = run->end < end ? run->end : end;
+	return true;
+}

@@ -1,0 +1,129 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * Which pages a registration counts, and what is known of them. The rules:
+ *
+ *  - Where the kernel's copying at fork is trusted only pages that one registration
+ *    fills are marked: the kernel copies partial pages, so the child keeps what it owns.
+ *    Elsewhere, and in huge pages everywhere, every page it touches is marked, and the
+ *    child is given a copy of partial pages.
+ *  - Shared memory is never left marked: fork() does not move it.
+ *  - At most half of vm.max_map_count goes to marks.
+ *  - Try, then ask. madvise() is tried at base pages. What is mapped is asked when it
+ *    refuses, or else as the next fork is prepared: until a child is made the difference
+ *    between shared and private, or a huge page's partial end, has no effect.
+ *
+ *	ranges, vma, kernel
+ *	tracker			what is counted; runs of ranges that are alike
+ *	marks			what the kernel is told, and how that is taken back
+ *	ask			what is mapped
+ *	protect, prefork	one registration, now; all that is pending, before a fork
+ *	child_list		what a child finds where pages are kept from it
+ *
+ * No locks: the engine's lock is held.
+ */
+#ifndef RF_TRACKER_H
+#define RF_TRACKER_H
+
+#include "ranges.h"
+#include "registry.h"
+#include "vma.h"
+
+struct rf_tracker {
+	struct rf_ranges ranges;
+	const struct rf_kernel *kernel;
+	bool contested;		/* other code may take marks away: every fork marks again */
+	bool dirty;		/* something is unasked or due: the next fork walks */
+	bool left;		/* something is due, and the budget was used up */
+	uint64_t vma_budget;
+	uint64_t partial_bytes;	/* of partial pages, as often as they are counted */
+	uintptr_t retry_at;	/* where a release goes on with what is to be unmarked */
+	uintptr_t touched;	/* the mapping touched last before it was split */
+	uint64_t madvise_calls;
+	struct rf_vma_reader reader;
+};
+
+void rf_tracker_init(struct rf_tracker *tracker);
+
+/*
+ * Nothing is counted yet. @contested: other code in the process advises the same pages.
+ * Where copying is not trusted that is assumed, as a mark that is gone is data that is lost.
+ */
+void rf_tracker_start(struct rf_tracker *tracker, const struct rf_kernel *kernel, bool contested);
+
+/* Forget everything and keep the memory, for a child that inherits it. */
+void rf_tracker_clear(struct rf_tracker *tracker);
+
+/* The same where the structures may not fit together: their memory is lost. */
+void rf_tracker_abandon(struct rf_tracker *tracker);
+
+/* Are partial pages the kernel's to copy, and what could not be marked? */
+static inline bool rf_tracker_trusts(const struct rf_tracker *tracker)
+{
+	return tracker->kernel->copy_trusted;
+}
+
+/* To pages of 1 << @shift bytes. */
+static inline uintptr_t rf_down(uintptr_t address, unsigned int shift)
+{
+	return address >> shift << shift;
+}
+
+static inline uintptr_t rf_up(uintptr_t address, unsigned int shift)
+{
+	return rf_down(address + ((uintptr_t)1 << shift) - 1, shift);
+}
+
+/* The pages [start, end) of a registration, of which it fills [fill_start, fill_end). */
+struct rf_extent {
+	uintptr_t start, end;	/* start >= end: there are none */
+	uintptr_t fill_start, fill_end;
+};
+
+static inline void rf_tracker_extent(const struct rf_tracker *tracker, const struct rf_slot *slot,
+				     struct rf_extent *extent)
+{
+	unsigned int base = (unsigned int)__builtin_ctz(tracker->kernel->page_size);
+	unsigned int first = slot->start_shift ? slot->start_shift : base;
+	unsigned int last = slot->end_shift ? slot->end_shift : base;
+	bool partial = !rf_tracker_trusts(tracker);
+
+	extent->fill_start = rf_up(slot->start, first);
+	extent->fill_end = rf_down(slot->end, last);
+	extent->start = partial || slot->start_shift ? rf_down(slot->start, first)
+						     : extent->fill_start;
+	extent->end = partial || slot->end_shift ? rf_up(slot->end, last) : extent->fill_end;
+	/* It fills no page. */
+	if (rf_unlikely(extent->fill_start > extent->fill_end))
+		extent->fill_start = extent->fill_end = extent->end;
+}
+
+/*
+ * Count the pages of @slot by what it wants a child to find, @change.count times. Its
+ * .finds is set here.
+ */
+void rf_tracker_count(struct rf_tracker *tracker, const struct rf_slot *slot,
+		      const struct rf_extent *extent, struct rf_change change);
+
+/* Its ends are known better than when it was counted as @old, or not at all: count it anew. */
+void rf_tracker_count_again(struct rf_tracker *tracker, const struct rf_slot *slot,
+			    const struct rf_extent *old, uint8_t flags, struct rf_extent *extent);
+
+/* Touching ranges that one madvise() serves. */
+struct rf_run {
+	uintptr_t start, end;
+	uint8_t mark;		/* of those that bear one: all the same */
+	uint8_t best;		/* mark for all of them */
+	bool unmarked;		/* one of them bears none */
+};
+
+/* The next run of what @belongs() picks of [@at, @end); false: none. */
+bool rf_tracker_next_run(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
+			 bool (*belongs)(const struct rf_range *), struct rf_run *run);
+
+/* Make room for @registrations, those counted included. -ENOMEM: nothing has changed. */
+static inline int rf_tracker_reserve(struct rf_tracker *tracker, uint32_t registrations)
+{
+	return rf_ranges_reserve(&tracker->ranges, registrations);
+}
+
+#endif

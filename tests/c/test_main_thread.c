@@ -1,0 +1,119 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* A process whose main thread has ended by pthread_exit(): /proc/self has no memory then. */
+#define _GNU_SOURCE
+#include "check.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+
+#define MARGIN 100 /* bytes between a page's start and what is registered on it */
+
+static void distrust_the_kernel_s_copying(void)
+{
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+}
+
+/* Kernels differ in which of the calls they refuse. */
+static bool has_main_thread(void)
+{
+	int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+	char byte;
+	ssize_t got;
+
+	if (fd < 0)
+		return false;
+	got = read(fd, &byte, 1);
+	close(fd);
+	return got > 0;
+}
+
+static void wait_for_main_thread_s_end(void)
+{
+	unsigned int patience = 10000;
+
+	for (; has_main_thread(); patience--) {
+		CHECK(patience);
+		usleep(1000);
+	}
+}
+
+/* Does a child find that byte at @address? */
+static bool child_finds(const char *address, char byte)
+{
+	pid_t child = fork();
+
+	CHECK(child >= 0);
+	if (!child) {
+		signal(SIGSEGV, SIG_DFL);
+		signal(SIGBUS, SIG_DFL);
+		_exit(*(const volatile char *)address != byte);
+	}
+	return check_wait(child) == 0;
+}
+
+static void *register_and_fork(void *mode)
+{
+	const unsigned int flags[] = { RF_HELD, 0 };
+	char *memory = check_map(3), *shared = check_map_shared(1);
+	struct rf_handle handles[2];
+	size_t i;
+
+	wait_for_main_thread_s_end();
+	check_start(*(enum rf_mode *)mode);
+	memset(memory, 'a', 3 * check_page);
+	memset(shared, 'b', check_page);
+	for (i = 0; i < COUNT_OF(flags); i++) {
+		/* From within the first page to within the last one. */
+		handles[0] = check_register(memory + MARGIN, 2 * check_page, flags[i]);
+		handles[1] = check_register(shared, check_page, flags[i]);
+		CHECK(!check_child_reads(memory + check_page));
+		CHECK(child_finds(memory, 'a') && child_finds(memory + 3 * check_page - 1, 'a'));
+		CHECK(child_finds(shared, 'b'));
+		check_sound();
+		check_release(handles[0]);
+		check_release(handles[1]);
+		CHECK(child_finds(memory + check_page, 'a'));
+		CHECK(check_marked(memory, 3) == 0 && check_marked(shared, 1) == 0);
+	}
+	check_empty();
+	_exit(0);
+}
+
+static void without_main_thread(enum rf_mode mode)
+{
+	static enum rf_mode asked;
+	pthread_t thread;
+
+	asked = mode;
+	CHECK(!pthread_create(&thread, NULL, register_and_fork, &asked));
+	pthread_exit(NULL);
+}
+
+static void a_thread_outlives_main_lazily(void)
+{
+	check_needs_lazy();
+	without_main_thread(RF_MODE_LAZY);
+}
+
+static void a_thread_outlives_main_eagerly(void)
+{
+	without_main_thread(RF_MODE_EAGER);
+}
+
+static void a_thread_outlives_main_where_copying_is_untrusted(void)
+{
+	distrust_the_kernel_s_copying();
+	without_main_thread(check_best_mode());
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+		SCENARIO(a_thread_outlives_main_lazily),
+		SCENARIO(a_thread_outlives_main_eagerly),
+		SCENARIO(a_thread_outlives_main_where_copying_is_untrusted),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

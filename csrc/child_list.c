@@ -5,8 +5,6 @@
 #include <string.h>
 #include <sys/mman.h>
 
-/* Stretches that one system call reads. They lie on a signal handler's stack. */
-#define BATCH 32
 /* Less than this is not worth a system call to give it back. */
 #define TRIMMED ((size_t)1 << 20)
 
@@ -201,7 +199,7 @@ struct batch {
 	uint32_t first, end;
 	unsigned int count;
 	size_t nbytes;
-	struct iovec from[BATCH];
+	struct iovec *from;
 };
 
 static bool is_copy(const struct rf_area *area)
@@ -237,9 +235,10 @@ static void read_batch(struct rf_areas *areas, struct batch *batch)
 			area->at = 0;
 }
 
-static void read_all(struct rf_areas *areas)
+static void read_all(struct rf_child_list *list)
 {
-	struct batch batch = { .first = 0 };
+	struct rf_areas *areas = list->spare;
+	struct batch batch = { .from = list->from };
 	struct iovec *last = NULL;
 	uint32_t i;
 
@@ -254,10 +253,10 @@ static void read_all(struct rf_areas *areas)
 			batch.nbytes += nbytes;
 			continue;
 		}
-		if (batch.count == BATCH) {
+		if (batch.count == RF_LIST_BATCH) {
 			batch.end = i;
 			read_batch(areas, &batch);
-			batch = (struct batch){ .first = i };
+			batch = (struct batch){ .first = i, .from = list->from };
 		}
 		last = &batch.from[batch.count++];
 		*last = (struct iovec){ (void *)area->start, nbytes };
@@ -286,7 +285,7 @@ static int save_bytes(struct rf_child_list *list)
 	if (grow(&list->spare, at) < 0)
 		return -ENOMEM;
 	list->spare->used = at;
-	read_all(list->spare);
+	read_all(list);
 	return 0;
 }
 

@@ -49,11 +49,15 @@ struct rf_areas {
 	struct rf_area areas[];
 };
 
+/* Stretches of memory that one system call reads. */
+#define RF_LIST_BATCH 64
+
 struct rf_child_list {
 	struct rf_areas *shown, *spare;	/* or NULL */
 	uint64_t room, room_bytes;	/* areas and bytes there is room for in both */
 	uint64_t version;		/* of the ranges that are shown */
 	bool mapped_anew;		/* some area depends on more than that */
+	struct iovec from[RF_LIST_BATCH]; /* not on the stack, which may be a signal handler's */
 };
 
 /* Registrations take room for so many bytes in advance; a fork for what is beyond that. */

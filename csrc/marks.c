@@ -109,8 +109,13 @@ static void clear_mapping(struct rf_tracker *tracker, const struct rf_vma *vma, 
 	if (first >= last)
 		return;
 	rc = rf_marks_call(tracker, first, last, rf_marks_undoing(mark));
-	/* EINVAL now: a device's mapping, which no child ever had or will have. */
-	if (rc >= 0 || (rc == -EINVAL && !vma->anonymous)) {
+	/*
+	 * EINVAL now: a device's mapping, which no child ever had or will have, or one that takes
+	 * no mark either, and so bears none.
+	 */
+	if (rc >= 0 ||
+	    (rc == -EINVAL && (!vma->anonymous || rf_marks_call(tracker, first, last,
+								rf_marks_advice(mark)) < 0))) {
 		rf_ranges_change(&tracker->ranges, first, last, &unmark);
 		return;
 	}
@@ -306,35 +311,37 @@ void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintpt
 		rf_marks_leave(tracker, &right);
 }
 
+/* Unmark what is shared of [@start, @end), whose registration may be under way. */
+static void drop_shared(struct rf_vma_reader *reader, uintptr_t start, uintptr_t end)
+{
+	struct rf_vma vma;
+	uintptr_t stop;
+
+	for (; start < end && rf_vma_find(reader, start, &vma) >= 0; start = vma.end) {
+		start = vma.start > start ? vma.start : start;
+		stop = vma.end < end ? vma.end : end;
+		if (vma.shared && start < stop)
+			(void)rf_sys_madvise(start, stop - start, MADV_DOFORK);
+	}
+}
+
 void rf_marks_drop_shared(const struct rf_tracker *tracker)
 {
-	const struct rf_kernel *kernel = tracker->kernel;
+	const struct rf_ranges *ranges = &tracker->ranges;
 	struct rf_cursor cursor = { 0, 0 };
 	const struct rf_range *range;
 	struct rf_vma_reader reader;
-	struct rf_vma vma;
-	uintptr_t at, stop;
 
-	/* They are being moved. */
-	if (!tracker->ranges.leaves.capacity || !tracker->ranges.directory.capacity)
-		return;
-	rf_vma_init(&reader, kernel->procmap_query, 0);
+	rf_vma_init(&reader, tracker->kernel->procmap_query, 0);
 	if (rf_vma_open(&reader) < 0)
 		return;
-	range = rf_ranges_at(&tracker->ranges, cursor);
-	for (; range; range = rf_ranges_next(&tracker->ranges, &cursor)) {
-		if (!range->mark || range->nature != RF_NATURE_UNASKED)
-			continue;
-		for (at = range->start; at < range->end; at = stop) {
-			if (rf_vma_find(&reader, at, &vma) < 0)
-				break;
-			stop = vma.end < range->end ? vma.end : range->end;
-			if (vma.shared && vma.start < stop)
-				(void)rf_sys_madvise(vma.start > at ? vma.start : at,
-						     stop - (vma.start > at ? vma.start : at),
-						     MADV_DOFORK);
-		}
-	}
+	drop_shared(&reader, tracker->advised_start, tracker->advised_end);
+	/* Else they are being moved. */
+	if (ranges->leaves.capacity && ranges->directory.capacity)
+		for (range = rf_ranges_at(ranges, cursor); range;
+		     range = rf_ranges_next(ranges, &cursor))
+			if (range->mark && range->nature == RF_NATURE_UNASKED)
+				drop_shared(&reader, range->start, range->end);
 	rf_vma_close(&reader);
 	rf_memory_free(&reader.table);
 }

@@ -20,6 +20,8 @@ static inline int rf_marks_call(struct rf_tracker *tracker, uintptr_t start, uin
 				int advice)
 {
 	tracker->madvise_calls++;
+	tracker->advised_start = start;
+	tracker->advised_end = end;
 	return rf_sys_madvise(start, end - start, advice);
 }
 

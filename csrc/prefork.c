@@ -8,7 +8,7 @@
 #include <sys/mman.h>
 
 /* Runs that one process_madvise() marks. They lie on a signal handler's stack. */
-#define BATCH 32
+#define BATCH 16
 #define REFUSALS 64
 
 /*

@@ -39,6 +39,7 @@ struct rf_tracker {
 	uintptr_t retry_at;	/* where a release goes on with what is to be unmarked */
 	uintptr_t touched;	/* the mapping touched last before it was split */
 	uint64_t madvise_calls;
+	uintptr_t advised_start, advised_end;	/* by the last of them */
 	struct rf_vma_reader reader;
 };
 

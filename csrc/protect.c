@@ -6,6 +6,7 @@
 #include "marks.h"
 
 #include <errno.h>
+#include <sys/mman.h>
 
 static uint8_t doubt_of(const struct rf_slot *slot)
 {
@@ -19,25 +20,32 @@ static bool is_steady(const struct rf_range *range)
 	       !(range->flags & (RF_RANGE_DOUBT | RF_RANGE_RETRY));
 }
 
-/* What is to be marked of some pages, as one run. */
+/* What is to be done to some pages. */
 enum shape {
-	COVERED,	/* nothing: all are marked */
-	ONE_RUN,
-	OTHER,		/* more than that is to be done */
+	COVERED,	/* nothing but to count them */
+	ONE_RUN,	/* to mark or unmark .run */
+	OTHER,		/* more than that */
+};
+
+struct look {
+	struct rf_cursor cursor;	/* of the first page */
+	struct rf_run run;
 };
 
 /*
  * What is to be marked of [@start, @end)? Pages that are in the ranges already are to be
  * steadily marked, for it to be one run.
  */
-static enum shape look(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
-		       struct rf_run *run)
+static inline enum shape look(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
+			      struct look *look)
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
 	struct rf_cursor cursor = rf_ranges_seek(ranges, start);
 	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+	struct rf_run *run = &look->run;
 	uintptr_t at, stop;
 
+	look->cursor = cursor;
 	run->start = run->end = 0;
 	for (at = start; at < end; at = stop) {
 		if (range && range->start <= at) {
@@ -201,8 +209,8 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 	bool held = slot->flags & RF_SLOT_HELD;
 	enum shape shape = OTHER;
 	struct rf_extent extent;
-	struct rf_run run;
-	int rc = 0;
+	struct look seen;
+	int rc;
 
 	error->cause = RF_CAUSE_NONE;
 	*ask = held && partial;
@@ -216,7 +224,7 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 	rf_tracker_extent(tracker, slot, &extent);
 	if (rf_likely(!(how & RF_PROTECT_FORKING))) {
 		if (extent.start < extent.end)
-			shape = look(tracker, extent.start, extent.end, &run);
+			shape = look(tracker, extent.start, extent.end, &seen);
 		if (shape == COVERED && held)
 			return RF_PROTECT_COVERED;
 	}
@@ -226,14 +234,15 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 		return 0;
 	if (rf_unlikely(how & RF_PROTECT_FORKING))
 		return protect_by_steps(tracker, list, slot, true, NULL, -EINVAL, error);
-	if (rf_unlikely(shape != ONE_RUN || !rf_marks_have_room(tracker, run.start, run.end) ||
-			(!held && run.end - run.start != extent.end - extent.start)))
+	if (rf_unlikely(shape != ONE_RUN ||
+			!rf_marks_have_room(tracker, seen.run.start, seen.run.end) ||
+			(!held && seen.run.end - seen.run.start != extent.end - extent.start)))
 		return protect_by_steps(tracker, list, slot, false, NULL, 0, error);
 	tracker->dirty = true;
-	rc = rf_marks_call(tracker, run.start, run.end, rf_marks_advice(RF_MARK_DONTFORK));
+	rc = rf_marks_call(tracker, seen.run.start, seen.run.end, MADV_DONTFORK);
 	if (rf_unlikely(rc < 0))
-		return protect_by_steps(tracker, list, slot, false, &run, rc, error);
-	rf_tracker_count(tracker, slot, &extent, marked);
+		return protect_by_steps(tracker, list, slot, false, &seen.run, rc, error);
+	rf_tracker_count_at(tracker, seen.cursor, slot, &extent, marked);
 	return 0;
 }
 
@@ -270,15 +279,26 @@ static void exchange_wiped(struct rf_tracker *tracker, uintptr_t start, uintptr_
 		(void)rf_marks_exchange(tracker, &run);
 }
 
+/* What waits beside it, as a part of the same huge page, may go with it. */
+static bool has_leftover_beside(const struct rf_ranges *ranges, uintptr_t start, uintptr_t end)
+{
+	const struct rf_range *before = start ? rf_ranges_find(ranges, start - 1) : NULL;
+	const struct rf_range *after = rf_ranges_find(ranges, end);
+
+	return (before && rf_range_is_unwanted(before)) || (after && rf_range_is_unwanted(after));
+}
+
 /* What of [@start, @end), all of which is counted, is to be unmarked once it is not? */
-static enum shape look_back(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
-			    struct rf_run *run)
+static inline enum shape look_back(const struct rf_tracker *tracker, uintptr_t start,
+				   uintptr_t end, struct look *look)
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
 	struct rf_cursor cursor = rf_ranges_seek(ranges, start);
-	const struct rf_range *range = rf_ranges_at(ranges, cursor), *beside;
+	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+	struct rf_run *run = &look->run;
 	uintptr_t at, stop;
 
+	look->cursor = cursor;
 	run->start = run->end = 0;
 	run->mark = RF_MARK_NONE;
 	for (at = start; at < end; at = stop) {
@@ -299,12 +319,7 @@ static enum shape look_back(const struct rf_tracker *tracker, uintptr_t start, u
 		if (range->end <= end)
 			range = rf_ranges_next(ranges, &cursor);
 	}
-	/* What waits beside it, as a part of the same huge page, may go with it. */
-	beside = rf_ranges_find(ranges, end);
-	if (beside && rf_range_is_unwanted(beside))
-		return OTHER;
-	beside = start ? rf_ranges_find(ranges, start - 1) : NULL;
-	if (beside && rf_range_is_unwanted(beside))
+	if (rf_unlikely(ranges->leftover) && has_leftover_beside(ranges, start, end))
 		return OTHER;
 	return run->start < run->end ? ONE_RUN : COVERED;
 }
@@ -314,18 +329,19 @@ void rf_protect_release(struct rf_tracker *tracker, const struct rf_slot *slot)
 	struct rf_change less = { .count = -1 };
 	const uint32_t edges = tracker->ranges.mark_edges;
 	struct rf_extent extent;
-	struct rf_run run;
+	struct look seen;
 	enum shape shape;
 
 	rf_tracker_extent(tracker, slot, &extent);
 	if (extent.start >= extent.end)
 		return;
-	shape = look_back(tracker, extent.start, extent.end, &run);
+	shape = look_back(tracker, extent.start, extent.end, &seen);
 	if (rf_likely(shape == ONE_RUN) &&
-	    rf_marks_call(tracker, run.start, run.end, rf_marks_undoing(run.mark)) < 0)
+	    rf_marks_call(tracker, seen.run.start, seen.run.end,
+			  rf_marks_undoing(seen.run.mark)) < 0)
 		shape = OTHER;
 	less.remark = shape != OTHER;
-	rf_tracker_count(tracker, slot, &extent, less);
+	rf_tracker_count_at(tracker, seen.cursor, slot, &extent, less);
 	if (rf_unlikely(shape == OTHER)) {
 		tracker->dirty = true;
 		if (slot->flags & RF_SLOT_HELD)

@@ -99,16 +99,6 @@ struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t addres
 	return cursor;
 }
 
-const struct rf_range *rf_ranges_at(const struct rf_ranges *ranges, struct rf_cursor cursor)
-{
-	const struct rf_leaf *leaf;
-
-	if (cursor.entry >= ranges->leaf_count)
-		return NULL;
-	leaf = leaf_at(ranges, cursor.entry);
-	return cursor.item < leaf->used ? &leaf->ranges[cursor.item] : NULL;
-}
-
 const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor)
 {
 	cursor->item++;
@@ -451,10 +441,10 @@ static inline void commit(struct rf_ranges *ranges, const struct step *step)
  * Plan what becomes of [@at, @end) as far as one leaf and one step go; returns how far
  * that is. Nothing has changed yet.
  */
-static inline uintptr_t plan(const struct rf_ranges *ranges, uintptr_t at, uintptr_t end,
-			     const struct rf_change *change, struct step *step)
+static inline uintptr_t plan(const struct rf_ranges *ranges, struct rf_cursor cursor,
+			     uintptr_t at, uintptr_t end, const struct rf_change *change,
+			     struct step *step)
 {
-	struct rf_cursor cursor = rf_ranges_seek(ranges, at);
 	const struct rf_range *range, *last;
 	uintptr_t stop;
 
@@ -500,8 +490,62 @@ static inline uintptr_t plan(const struct rf_ranges *ranges, uintptr_t at, uintp
 	return at;
 }
 
-void rf_ranges_change(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
-		      const struct rf_change *change)
+static inline void count_mark(struct rf_ranges *ranges, const struct rf_range *range, int sign)
+{
+	if (!range->mark)
+		return;
+	ranges->mark_edges += 2 * (uint32_t)sign;
+	ranges->marked_bytes += (uint64_t)sign * (range->end - range->start);
+}
+
+/*
+ * The common case, in place: all of [@start, @end) comes or goes as one range, and nothing
+ * touches it. False: nothing has changed.
+ */
+static inline bool change_alone(struct rf_ranges *ranges, struct rf_cursor cursor,
+				uintptr_t start, uintptr_t end, const struct rf_change *change)
+{
+	struct rf_leaf *leaf = leaf_at(ranges, cursor.entry);
+	struct rf_range *range = leaf->ranges + cursor.item, *next = range;
+	const uint32_t after = leaf->used - cursor.item;
+	const bool more = change->count > 0;
+
+	if (cursor.item ? range[-1].end == start : cursor.entry)
+		return false;
+	if (!more) {
+		if (!after || range->start != start || range->end != end ||
+		    rf_range_count(range) != 1 || (range->mark && !change->remark))
+			return false;
+		next++;
+	}
+	if (next < leaf->ranges + leaf->used ? next->start <= end
+					     : cursor.entry + 1 < ranges->leaf_count)
+		return false;
+	if (more) {
+		if (leaf->used == RF_LEAF_RANGES)
+			return false;
+		memmove(range + 1, range, after * sizeof(*range));
+		*range = (struct rf_range){ .start = start, .end = end, .flags = change->set };
+		range->counts[change->finds] = 1;
+		range->mark = change->remark ? change->mark : RF_MARK_NONE;
+		count_mark(ranges, range, 1);
+		leaf->used++;
+		ranges->count++;
+	} else {
+		count_mark(ranges, range, -1);
+		memmove(range, next, (after - 1) * sizeof(*range));
+		leaf->used--;
+		ranges->count--;
+	}
+	if (!cursor.item && leaf->used)
+		directory_of(ranges)[cursor.entry].first = leaf->ranges[0].start;
+	if (!more)
+		leaf_shrunk(ranges, cursor.entry);
+	return true;
+}
+
+void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t start,
+			 uintptr_t end, const struct rf_change *change)
 {
 	uintptr_t stop;
 	struct step step;
@@ -509,16 +553,21 @@ void rf_ranges_change(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
 	RF_ASSERT(start <= end);
 	ranges->version++;
 	ranges->retry |= change->set & RF_RANGE_RETRY;
+	ranges->leftover |= change->count < 0 && !change->remark;
 	if (rf_unlikely(!ranges->leaf_count))
 		leaf_insert(ranges, 0, start);
+	if (rf_likely(change->count) && change_alone(ranges, cursor, start, end, change))
+		return;
 	while (start < end) {
-		stop = plan(ranges, start, end, change, &step);
-		if (rf_unlikely(step.leaf->used + step.count - step.replaced > RF_LEAF_RANGES)) {
+		stop = plan(ranges, cursor, start, end, change, &step);
+		if (rf_likely(step.leaf->used + step.count - step.replaced <= RF_LEAF_RANGES)) {
+			commit(ranges, &step);
+			start = stop;
+		} else {
 			make_room(ranges, step.first, start);
-			continue;
 		}
-		commit(ranges, &step);
-		start = stop;
+		if (rf_unlikely(start < end))
+			cursor = rf_ranges_seek(ranges, start);
 	}
 	RF_ASSERT(ranges->count <= ranges->capacity);
 }

@@ -116,6 +116,7 @@ struct rf_ranges {
 	uint64_t marked_bytes;
 	uint64_t version;	/* changes with every change */
 	bool retry;		/* some range has RF_RANGE_RETRY, or had it */
+	bool leftover;		/* some range was left with a mark that nobody counts */
 };
 
 /* A place in the list. Any change to the list makes it stale. */
@@ -154,7 +155,18 @@ static inline int rf_ranges_reserve(struct rf_ranges *ranges, uint32_t registrat
 /* The first range that ends after @address. */
 struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address);
 /* NULL past the end. */
-const struct rf_range *rf_ranges_at(const struct rf_ranges *ranges, struct rf_cursor cursor);
+static inline const struct rf_range *rf_ranges_at(const struct rf_ranges *ranges,
+						  struct rf_cursor cursor)
+{
+	const struct rf_leaf_entry *directory = ranges->directory.items;
+	const struct rf_leaf *leaf = ranges->leaves.items;
+
+	if (cursor.entry >= ranges->leaf_count)
+		return NULL;
+	leaf += directory[cursor.entry].leaf;
+	return cursor.item < leaf->used ? &leaf->ranges[cursor.item] : NULL;
+}
+
 const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor);
 /* The range that holds @address, or NULL. */
 const struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t address);
@@ -173,9 +185,18 @@ struct rf_change {
 	uint8_t nature;
 };
 
-/* There is room. Where nothing is said of it a page keeps what it has. */
-void rf_ranges_change(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
-		      const struct rf_change *change);
+/*
+ * There is room. Where nothing is said of it a page keeps what it has. @cursor is that of
+ * @start, for callers that have looked there.
+ */
+void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t start,
+			 uintptr_t end, const struct rf_change *change);
+
+static inline void rf_ranges_change(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,
+				    const struct rf_change *change)
+{
+	rf_ranges_change_at(ranges, rf_ranges_seek(ranges, start), start, end, change);
+}
 
 static inline uint64_t rf_range_count(const struct rf_range *range)
 {

@@ -49,15 +49,11 @@ static void count_partial(struct rf_tracker *tracker, uintptr_t start, uintptr_t
 	tracker->partial_bytes += (uint64_t)(int64_t)change->count * (end - start);
 }
 
-void rf_tracker_count(struct rf_tracker *tracker, const struct rf_slot *slot,
-		      const struct rf_extent *extent, struct rf_change change)
+void rf_tracker_count_partial(struct rf_tracker *tracker, const struct rf_extent *extent,
+			      struct rf_change change)
 {
 	count_partial(tracker, extent->start, extent->fill_start, &change);
 	count_partial(tracker, extent->fill_end, extent->end, &change);
-	if (extent->fill_start == extent->fill_end)
-		return;
-	change.finds = slot->policy == RF_OMIT ? RF_FINDS_NOTHING : RF_FINDS_ZEROS;
-	rf_ranges_change(&tracker->ranges, extent->fill_start, extent->fill_end, &change);
 }
 
 void rf_tracker_count_again(struct rf_tracker *tracker, const struct rf_slot *slot,

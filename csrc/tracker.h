@@ -98,12 +98,35 @@ static inline void rf_tracker_extent(const struct rf_tracker *tracker, const str
 		extent->fill_start = extent->fill_end = extent->end;
 }
 
+/* The rest of rf_tracker_count_at(), where some pages are partial. */
+void rf_tracker_count_partial(struct rf_tracker *tracker, const struct rf_extent *extent,
+			      struct rf_change change);
+
 /*
  * Count the pages of @slot by what it wants a child to find, @change.count times. Its
- * .finds is set here.
+ * .finds is set here. @cursor is that of the first page.
  */
-void rf_tracker_count(struct rf_tracker *tracker, const struct rf_slot *slot,
-		      const struct rf_extent *extent, struct rf_change change);
+static inline void rf_tracker_count_at(struct rf_tracker *tracker, struct rf_cursor cursor,
+				       const struct rf_slot *slot, const struct rf_extent *extent,
+				       struct rf_change change)
+{
+	if (rf_unlikely(extent->start < extent->fill_start || extent->fill_end < extent->end)) {
+		rf_tracker_count_partial(tracker, extent, change);
+		cursor = rf_ranges_seek(&tracker->ranges, extent->fill_start);
+	}
+	if (extent->fill_start >= extent->fill_end)
+		return;
+	change.finds = slot->policy == RF_OMIT ? RF_FINDS_NOTHING : RF_FINDS_ZEROS;
+	rf_ranges_change_at(&tracker->ranges, cursor, extent->fill_start, extent->fill_end,
+			    &change);
+}
+
+static inline void rf_tracker_count(struct rf_tracker *tracker, const struct rf_slot *slot,
+				    const struct rf_extent *extent, struct rf_change change)
+{
+	rf_tracker_count_at(tracker, rf_ranges_seek(&tracker->ranges, extent->start), slot, extent,
+			    change);
+}
 
 /* Its ends are known better than when it was counted as @old, or not at all: count it anew. */
 void rf_tracker_count_again(struct rf_tracker *tracker, const struct rf_slot *slot,

@@ -2,7 +2,6 @@
 #include "marks.h"
 
 #include <errno.h>
-#include <sys/mman.h>
 
 /* How many ranges a release may look at in search of what is to be unmarked. */
 #define LOOKED_AT 64
@@ -10,16 +9,6 @@
 static const struct rf_change unmark = {
 	.remark = true, .mark = RF_MARK_NONE, .clear = RF_RANGE_RETRY
 };
-
-int rf_marks_advice(uint8_t mark)
-{
-	return mark == RF_MARK_WIPEONFORK ? MADV_WIPEONFORK : MADV_DONTFORK;
-}
-
-int rf_marks_undoing(uint8_t mark)
-{
-	return mark == RF_MARK_WIPEONFORK ? MADV_KEEPONFORK : MADV_DOFORK;
-}
 
 static bool is_marked(const struct rf_range *range)
 {
@@ -54,8 +43,10 @@ static void clear_partly_set(struct rf_tracker *tracker, const struct rf_run *ru
 int rf_marks_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark)
 {
 	const struct rf_change made = { .remark = true, .mark = mark, .clear = RF_RANGE_DUE };
-	int rc = rf_marks_call(tracker, run->start, run->end, rf_marks_advice(mark));
+	int rc;
 
+	rf_marks_announce(tracker, run->start, run->end);
+	rc = rf_marks_call(tracker, run->start, run->end, rf_marks_advice(mark));
 	if (rc >= 0)
 		rf_ranges_change(&tracker->ranges, run->start, run->end, &made);
 	else if (run->unmarked)
@@ -172,7 +163,7 @@ void rf_marks_clear_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t 
 {
 	struct rf_run run;
 
-	for (; rf_tracker_next_run(tracker, start, end, belongs, &run); start = run.end)
+	for (; rf_tracker_next_odd(tracker, start, end, belongs, &run); start = run.end)
 		rf_marks_clear(tracker, &run);
 }
 
@@ -229,7 +220,7 @@ void rf_marks_retry_all(struct rf_tracker *tracker)
 	if (rf_likely(!tracker->ranges.retry))
 		return;
 	rf_marks_clear_runs(tracker, 0, UINTPTR_MAX, is_to_retry);
-	tracker->ranges.retry = rf_tracker_next_run(tracker, 0, UINTPTR_MAX, is_to_retry, &run);
+	tracker->ranges.retry = rf_tracker_next_odd(tracker, 0, UINTPTR_MAX, is_to_retry, &run);
 	tracker->retry_at = 0;
 }
 
@@ -251,14 +242,12 @@ void rf_marks_retry_some(struct rf_tracker *tracker)
 	rf_marks_clear_runs(tracker, start, range ? range->start : UINTPTR_MAX, is_to_retry);
 }
 
-bool rf_marks_have_room(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
+/* What touches marked pages takes no VMA more. */
+bool rf_marks_touch(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
 	const struct rf_range *beside;
 
-	if (rf_likely(ranges->mark_edges + 2ull <= tracker->vma_budget))
-		return true;
-	/* What touches marked pages takes no VMA more. */
 	beside = start ? rf_ranges_find(ranges, start - 1) : NULL;
 	if (beside && beside->mark)
 		return true;
@@ -335,7 +324,7 @@ void rf_marks_drop_shared(const struct rf_tracker *tracker)
 	rf_vma_init(&reader, tracker->kernel->procmap_query, 0);
 	if (rf_vma_open(&reader) < 0)
 		return;
-	drop_shared(&reader, tracker->advised_start, tracker->advised_end);
+	drop_shared(&reader, tracker->announced_start, tracker->announced_end);
 	/* Else they are being moved. */
 	if (ranges->leaves.capacity && ranges->directory.capacity)
 		for (range = rf_ranges_at(ranges, cursor); range;

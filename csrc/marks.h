@@ -16,18 +16,32 @@
 
 #include "tracker.h"
 
+#include <sys/mman.h>
+
 static inline int rf_marks_call(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
 				int advice)
 {
 	tracker->madvise_calls++;
-	tracker->advised_start = start;
-	tracker->advised_end = end;
 	return rf_sys_madvise(start, end - start, advice);
 }
 
+/* Say where a mark is about to be made, for rf_marks_drop_shared(). */
+static inline void rf_marks_announce(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
+{
+	tracker->announced_start = start;
+	tracker->announced_end = end;
+}
+
 /* The advice that makes a mark, and the one that takes it back. */
-int rf_marks_advice(uint8_t mark);
-int rf_marks_undoing(uint8_t mark);
+static inline int rf_marks_advice(uint8_t mark)
+{
+	return mark == RF_MARK_WIPEONFORK ? MADV_WIPEONFORK : MADV_DONTFORK;
+}
+
+static inline int rf_marks_undoing(uint8_t mark)
+{
+	return mark == RF_MARK_WIPEONFORK ? MADV_KEEPONFORK : MADV_DOFORK;
+}
 
 /*
  * Give @run that @mark, where it bears none, and make again what it bears. -errno: it is
@@ -44,7 +58,7 @@ int rf_marks_exchange(struct rf_tracker *tracker, const struct rf_run *run);
  */
 void rf_marks_clear(struct rf_tracker *tracker, const struct rf_run *run);
 
-/* The same of what @belongs() picks in [@start, @end). */
+/* The same of what @belongs() picks in [@start, @end): nothing that is to stay marked. */
 void rf_marks_clear_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *));
 
@@ -61,8 +75,16 @@ void rf_marks_clear_all(struct rf_tracker *tracker);
 void rf_marks_retry_all(struct rf_tracker *tracker);
 void rf_marks_retry_some(struct rf_tracker *tracker);
 
-/* Would a mark on @run, which bears none, stay within the process's share of VMAs? */
-bool rf_marks_have_room(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end);
+/* The rest of rf_marks_have_room(), where the budget is used up. */
+bool rf_marks_touch(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end);
+
+/* Would a mark on [@start, @end), which bears none, stay within the process's share of VMAs? */
+static inline bool rf_marks_have_room(const struct rf_tracker *tracker, uintptr_t start,
+				      uintptr_t end)
+{
+	return rf_likely(tracker->ranges.mark_edges + 2ull <= tracker->vma_budget) ||
+	       rf_marks_touch(tracker, start, end);
+}
 
 /* A release has cut [@start, @end) out: leave to the kernel what is over the budget now. */
 void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintptr_t end);

@@ -49,6 +49,11 @@ static inline enum shape look(const struct rf_tracker *tracker, uintptr_t start,
 	run->start = run->end = 0;
 	for (at = start; at < end; at = stop) {
 		if (range && range->start <= at) {
+			stop = rf_ranges_skip_marked(ranges, &cursor, end, 1);
+			if (rf_unlikely(stop)) {
+				range = rf_ranges_at(ranges, cursor);
+				continue;
+			}
 			if (!is_steady(range))
 				return OTHER;
 			stop = range->end;
@@ -74,15 +79,20 @@ static bool is_fresh_but_shared(const struct rf_range *range)
 	return range->mark && range->nature == RF_NATURE_SHARED;
 }
 
-/* Mark what @belongs() picks in [@start, @end). -errno of the first refusal. */
+/*
+ * Mark [@start, @end), what is marked beyond doubt too if it is @all to be marked again.
+ * -errno of the first refusal.
+ */
 static int mark_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end, bool held,
-		     bool (*belongs)(const struct rf_range *))
+		     bool all)
 {
 	const struct rf_change due = { .set = RF_RANGE_DUE };
 	struct rf_run run;
 	int rc;
 
-	for (; rf_tracker_next_run(tracker, start, end, belongs, &run); start = run.end) {
+	for (; all ? rf_tracker_next_run(tracker, start, end, rf_range_wants_mark, &run)
+		   : rf_tracker_next_odd(tracker, start, end, to_mark_now, &run);
+	     start = run.end) {
 		if (run.mark == RF_MARK_NONE && !rf_marks_have_room(tracker, run.start, run.end)) {
 			if (!rf_tracker_trusts(tracker))
 				return -EDQUOT;
@@ -134,8 +144,7 @@ static int ask_and_mark(struct rf_tracker *tracker, struct rf_child_list *list,
 	}
 	rf_marks_clear_runs(tracker, extent.start, extent.end, is_fresh_but_shared);
 	/* Marked or not: others may have unmarked a part of a huge page, which goes as a whole. */
-	return mark_runs(tracker, extent.start, extent.end, slot->flags & RF_SLOT_HELD,
-			 rf_range_wants_mark);
+	return mark_runs(tracker, extent.start, extent.end, slot->flags & RF_SLOT_HELD, true);
 }
 
 /* The slot is counted no more: unmark what it has left behind. */
@@ -183,8 +192,7 @@ static __attribute__((noinline)) int protect_by_steps(struct rf_tracker *tracker
 		rf_ranges_change(&tracker->ranges, tried->start, tried->end, &maybe);
 	if (!rc)
 		/* What is not held is marked even if it was: it may have been mapped anew since. */
-		rc = mark_runs(tracker, extent.start, extent.end, held,
-			       held ? to_mark_now : rf_range_wants_mark);
+		rc = mark_runs(tracker, extent.start, extent.end, held, !held);
 	if (rc == -EINVAL)
 		rc = ask_and_mark(tracker, list, slot, forking, error);
 	rf_tracker_extent(tracker, slot, &extent);
@@ -239,6 +247,7 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 			(!held && seen.run.end - seen.run.start != extent.end - extent.start)))
 		return protect_by_steps(tracker, list, slot, false, NULL, 0, error);
 	tracker->dirty = true;
+	rf_marks_announce(tracker, seen.run.start, seen.run.end);
 	rc = rf_marks_call(tracker, seen.run.start, seen.run.end, MADV_DONTFORK);
 	if (rf_unlikely(rc < 0))
 		return protect_by_steps(tracker, list, slot, false, &seen.run, rc, error);
@@ -260,7 +269,7 @@ static void forget_due(struct rf_tracker *tracker, uintptr_t start, uintptr_t en
 	const struct rf_change forgotten = { .clear = RF_RANGE_DUE };
 	struct rf_run run;
 
-	for (; rf_tracker_next_run(tracker, start, end, is_doubted_and_due, &run); start = run.end)
+	for (; rf_tracker_next_odd(tracker, start, end, is_doubted_and_due, &run); start = run.end)
 		rf_ranges_change(&tracker->ranges, run.start, run.end, &forgotten);
 }
 
@@ -275,7 +284,7 @@ static void exchange_wiped(struct rf_tracker *tracker, uintptr_t start, uintptr_
 {
 	struct rf_run run;
 
-	for (; rf_tracker_next_run(tracker, start, end, is_wiped_no_more, &run); start = run.end)
+	for (; rf_tracker_next_odd(tracker, start, end, is_wiped_no_more, &run); start = run.end)
 		(void)rf_marks_exchange(tracker, &run);
 }
 
@@ -302,6 +311,11 @@ static inline enum shape look_back(const struct rf_tracker *tracker, uintptr_t s
 	run->start = run->end = 0;
 	run->mark = RF_MARK_NONE;
 	for (at = start; at < end; at = stop) {
+		stop = rf_ranges_skip_marked(ranges, &cursor, end, 2);
+		if (rf_unlikely(stop)) {
+			range = rf_ranges_at(ranges, cursor);
+			continue;
+		}
 		stop = range->end < end ? range->end : end;
 		if (range->flags & RF_RANGE_RETRY || rf_range_is_unwanted(range))
 			return OTHER;

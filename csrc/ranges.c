@@ -58,9 +58,30 @@ static inline struct rf_leaf_entry *directory_of(const struct rf_ranges *ranges)
 	return ranges->directory.items;
 }
 
-static inline struct rf_leaf *leaf_at(const struct rf_ranges *ranges, uint32_t entry)
+/* As it lies there: what waits in it is not in its ranges. */
+static inline struct rf_leaf *raw_leaf_at(const struct rf_ranges *ranges, uint32_t entry)
 {
 	return (struct rf_leaf *)ranges->leaves.items + directory_of(ranges)[entry].leaf;
+}
+
+void rf_leaf_settle(struct rf_leaf *leaf)
+{
+	uint32_t i, finds;
+
+	for (i = 0; i < leaf->used; i++)
+		for (finds = 0; finds < RF_FINDS; finds++)
+			leaf->ranges[i].counts[finds] += (uint32_t)leaf->more[finds];
+	memset(leaf->more, 0, sizeof(leaf->more));
+	leaf->lazy = false;
+}
+
+static inline struct rf_leaf *leaf_at(const struct rf_ranges *ranges, uint32_t entry)
+{
+	struct rf_leaf *leaf = raw_leaf_at(ranges, entry);
+
+	if (rf_unlikely(leaf->lazy))
+		rf_leaf_settle(leaf);
+	return leaf;
 }
 
 struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address)
@@ -81,7 +102,7 @@ struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t addres
 			high = middle;
 	}
 	cursor.entry = low;
-	leaf = leaf_at(ranges, low);
+	leaf = raw_leaf_at(ranges, low);
 	low = 0;
 	high = leaf->used;
 	while (low < high) {
@@ -102,7 +123,7 @@ struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t addres
 const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor)
 {
 	cursor->item++;
-	if (cursor->item >= leaf_at(ranges, cursor->entry)->used &&
+	if (cursor->item >= raw_leaf_at(ranges, cursor->entry)->used &&
 	    cursor->entry + 1 < ranges->leaf_count) {
 		cursor->entry++;
 		cursor->item = 0;
@@ -141,7 +162,7 @@ static void leaf_insert(struct rf_ranges *ranges, uint32_t entry, uintptr_t firs
 		index = ranges->leaves_touched++;
 		RF_ASSERT(index < ranges->leaves.capacity);
 	}
-	leaves[index].used = 0;
+	memset(&leaves[index], 0, offsetof(struct rf_leaf, ranges));
 	RF_ASSERT(ranges->leaf_count < ranges->directory.capacity);
 	memmove(directory + entry + 1, directory + entry,
 		(ranges->leaf_count - entry) * sizeof(*directory));
@@ -181,6 +202,7 @@ static void leaf_join(struct rf_ranges *ranges, uint32_t entry)
 	memcpy(left->ranges + left->used, right->ranges + skipped,
 	       (right->used - skipped) * sizeof(*right->ranges));
 	left->used += right->used - skipped;
+	left->known = false;
 	leaf_remove(ranges, entry + 1);
 }
 
@@ -222,6 +244,74 @@ static void make_room(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr
 	right->used = left->used - keep;
 	memcpy(right->ranges, left->ranges + keep, right->used * sizeof(*right->ranges));
 	left->used = keep;
+	left->known = false;
+}
+
+/* ---- Whole leaves ---- */
+
+/* Its mark is there to stay, if it bears one; zeros may not be what it is to have. */
+static bool is_even(const struct rf_range *range)
+{
+	return rf_range_wants_mark(range) && range->mark != RF_MARK_WIPEONFORK &&
+	       !(range->flags & (RF_RANGE_DOUBT | RF_RANGE_RETRY | RF_RANGE_STUCK)) &&
+	       (range->mark || range->flags & RF_RANGE_DUE);
+}
+
+static void learn(struct rf_leaf *leaf)
+{
+	uint32_t i;
+
+	if (leaf->lazy)
+		rf_leaf_settle(leaf);
+	leaf->known = leaf->even = leaf->marked = true;
+	leaf->least = UINT32_MAX;
+	for (i = 0; i < leaf->used; i++) {
+		const struct rf_range *range = &leaf->ranges[i];
+		const uint64_t count = rf_range_count(range);
+
+		leaf->least = count < leaf->least ? (uint32_t)count : leaf->least;
+		leaf->marked &= range->mark == RF_MARK_DONTFORK;
+		leaf->even &= is_even(range) && (!i || range[-1].end == range->start);
+	}
+	leaf->even &= leaf->used > 0;
+}
+
+/* Does it lie in [start, end), whose @end that is, and would what is done there be the same? */
+static bool is_even_leaf(struct rf_leaf *leaf, uintptr_t end)
+{
+	if (!leaf->used || leaf->ranges[leaf->used - 1].end > end)
+		return false;
+	if (!leaf->known)
+		learn(leaf);
+	return leaf->even;
+}
+
+uintptr_t rf_ranges_skip_leaf(const struct rf_ranges *ranges, struct rf_cursor *cursor,
+			      uintptr_t end, uint32_t least)
+{
+	struct rf_leaf *leaf = raw_leaf_at(ranges, cursor->entry);
+
+	if (!is_even_leaf(leaf, end) || !leaf->marked || leaf->least < least)
+		return 0;
+	cursor->entry++;
+	return leaf->ranges[leaf->used - 1].end;
+}
+
+/* Count a leaf once more or less, where nothing else becomes of it. Its end; 0: not done. */
+static uintptr_t count_leaf(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t start,
+			    uintptr_t end, const struct rf_change *change)
+{
+	struct rf_leaf *leaf = raw_leaf_at(ranges, cursor.entry);
+
+	if (cursor.item || !change->count || change->set & ~RF_RANGE_DUE ||
+	    leaf->ranges[0].start != start || !is_even_leaf(leaf, end))
+		return 0;
+	if (change->count < 0 ? leaf->least < 2 : change->remark && !leaf->marked)
+		return 0;
+	leaf->more[change->finds] += change->count;
+	leaf->least += (uint32_t)change->count;
+	leaf->lazy = true;
+	return leaf->ranges[leaf->used - 1].end;
 }
 
 /* ---- Changes ---- */
@@ -420,6 +510,7 @@ static inline void commit(struct rf_ranges *ranges, const struct step *step)
 	struct rf_range *at = leaf->ranges + item;
 	uint32_t i, more, after = leaf->used - item - step->replaced;
 
+	leaf->known = false;
 	if (step->remarked)
 		count_marks(ranges, step);
 	more = step->count - step->replaced;
@@ -537,6 +628,7 @@ static inline bool change_alone(struct rf_ranges *ranges, struct rf_cursor curso
 		leaf->used--;
 		ranges->count--;
 	}
+	leaf->known = false;
 	if (!cursor.item && leaf->used)
 		directory_of(ranges)[cursor.entry].first = leaf->ranges[0].start;
 	if (!more)
@@ -559,6 +651,12 @@ void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uint
 	if (rf_likely(change->count) && change_alone(ranges, cursor, start, end, change))
 		return;
 	while (start < end) {
+		stop = count_leaf(ranges, cursor, start, end, change);
+		if (rf_unlikely(stop)) {
+			start = stop;
+			cursor = rf_ranges_seek(ranges, start);
+			continue;
+		}
 		stop = plan(ranges, cursor, start, end, change, &step);
 		if (rf_likely(step.leaf->used + step.count - step.replaced <= RF_LEAF_RANGES)) {
 			commit(ranges, &step);
@@ -572,6 +670,17 @@ void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uint
 	RF_ASSERT(ranges->count <= ranges->capacity);
 }
 
+static void check_known(const struct rf_leaf *leaf)
+{
+	struct rf_leaf anew = *leaf;
+
+	if (!leaf->known)
+		return;
+	learn(&anew);
+	RF_ASSERT(leaf->even == anew.even && leaf->marked == anew.marked);
+	RF_ASSERT(!leaf->even || leaf->least == anew.least);
+}
+
 static void check_leaves(const struct rf_ranges *ranges)
 {
 	uint32_t entry;
@@ -580,6 +689,7 @@ static void check_leaves(const struct rf_ranges *ranges)
 		const struct rf_leaf *leaf = leaf_at(ranges, entry);
 
 		RF_ASSERT(leaf->used || ranges->leaf_count == 1);
+		check_known(leaf);
 		if (leaf->used)
 			RF_ASSERT(directory_of(ranges)[entry].first == leaf->ranges[0].start);
 		RF_ASSERT(!entry ||

@@ -23,7 +23,9 @@
  *	zeros		an RF_WIPE registration fills it
  *	a copy		registrations only touch it; or none does, as part of a huge page
  *
- * One function changes the list, rf_ranges_change(). Every other one reads it.
+ * One function changes the list, rf_ranges_change(). Every other one reads it. A
+ * registration over many ranges counts whole leaves in one step: what is the same for
+ * each of its ranges waits in the leaf until one of them is read.
  *
  * Invariants (rf_ranges_check):
  *  - ranges are half open, page aligned, not empty, sorted, disjoint;
@@ -96,6 +98,11 @@ struct rf_range {
 struct rf_leaf {
 	uint32_t used;
 	uint32_t next_free;
+	int32_t more[RF_FINDS];	/* to be added to the counts of each range */
+	uint32_t least;		/* registrations of any page; where .known */
+	bool known;		/* the next two, and .least */
+	bool even, marked;	/* see rf_ranges_is_even() */
+	bool lazy;		/* .more is not zero */
 	struct rf_range ranges[RF_LEAF_RANGES];
 };
 
@@ -154,22 +161,44 @@ static inline int rf_ranges_reserve(struct rf_ranges *ranges, uint32_t registrat
 
 /* The first range that ends after @address. */
 struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address);
+/* Give its ranges what waits for them. */
+void rf_leaf_settle(struct rf_leaf *leaf);
+
 /* NULL past the end. */
 static inline const struct rf_range *rf_ranges_at(const struct rf_ranges *ranges,
 						  struct rf_cursor cursor)
 {
 	const struct rf_leaf_entry *directory = ranges->directory.items;
-	const struct rf_leaf *leaf = ranges->leaves.items;
+	struct rf_leaf *leaf = ranges->leaves.items;
 
 	if (cursor.entry >= ranges->leaf_count)
 		return NULL;
 	leaf += directory[cursor.entry].leaf;
+	if (rf_unlikely(leaf->lazy))
+		rf_leaf_settle(leaf);
 	return cursor.item < leaf->used ? &leaf->ranges[cursor.item] : NULL;
 }
 
 const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor);
 /* The range that holds @address, or NULL. */
 const struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t address);
+
+/*
+ * At the first range of a leaf that ends at or before @end, and all of whose ranges touch,
+ * want and bear MADV_DONTFORK beyond doubt, and are counted @least times: go on to the next
+ * leaf. The end of that leaf; 0: it is another one.
+ */
+uintptr_t rf_ranges_skip_leaf(const struct rf_ranges *ranges, struct rf_cursor *cursor,
+			      uintptr_t end, uint32_t least);
+
+static inline uintptr_t rf_ranges_skip_marked(const struct rf_ranges *ranges,
+					      struct rf_cursor *cursor, uintptr_t end,
+					      uint32_t least)
+{
+	if (rf_likely(cursor->item || cursor->entry + 1 >= ranges->leaf_count))
+		return 0;
+	return rf_ranges_skip_leaf(ranges, cursor, end, least);
+}
 
 /*
  * What becomes of each page of [start, end). Pages that are not in the list stay out of

@@ -13,6 +13,7 @@ void rf_tracker_init(struct rf_tracker *tracker)
 void rf_tracker_start(struct rf_tracker *tracker, const struct rf_kernel *kernel, bool contested)
 {
 	tracker->kernel = kernel;
+	tracker->base_shift = (uint8_t)__builtin_ctz(kernel->page_size);
 	tracker->contested = contested || !kernel->copy_trusted;
 	tracker->vma_budget = kernel->max_map_count / 2;
 	rf_memory_free(&tracker->reader.table);
@@ -76,19 +77,23 @@ static bool may_join(const struct rf_run *run, const struct rf_range *range)
 	       (range->mark == RF_MARK_WIPEONFORK) == (run->mark == RF_MARK_WIPEONFORK);
 }
 
-bool rf_tracker_next_run(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
-			 bool (*belongs)(const struct rf_range *), struct rf_run *run)
+static inline bool next_run(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
+			    bool (*belongs)(const struct rf_range *), bool odd,
+			    struct rf_run *run)
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
 	struct rf_cursor cursor = rf_ranges_seek(ranges, at);
 	const struct rf_range *range = rf_ranges_at(ranges, cursor);
 
 	while (range && range->start < end && !belongs(range))
-		range = rf_ranges_next(ranges, &cursor);
+		if (odd && rf_ranges_skip_marked(ranges, &cursor, end, 1))
+			range = rf_ranges_at(ranges, cursor);
+		else
+			range = rf_ranges_next(ranges, &cursor);
 	if (!range || range->start >= end || at >= end)
 		return false;
 	run->start = range->start > at ? range->start : at;
-	run->mark = RF_MARK_NONE;
+	run->mark = range->mark;
 	run->best = (uint8_t)rf_range_best_mark(range);
 	run->unmarked = false;
 	do {
@@ -101,4 +106,16 @@ bool rf_tracker_next_run(const struct rf_tracker *tracker, uintptr_t at, uintptr
 	/* Ranges that are alike are one, whatever they belong to. */
 	run->end = run->end < end ? run->end : end;
 	return true;
+}
+
+bool rf_tracker_next_run(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
+			 bool (*belongs)(const struct rf_range *), struct rf_run *run)
+{
+	return next_run(tracker, at, end, belongs, false, run);
+}
+
+bool rf_tracker_next_odd(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
+			 bool (*belongs)(const struct rf_range *), struct rf_run *run)
+{
+	return next_run(tracker, at, end, belongs, true, run);
 }

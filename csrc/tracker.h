@@ -31,6 +31,7 @@
 struct rf_tracker {
 	struct rf_ranges ranges;
 	const struct rf_kernel *kernel;
+	uint8_t base_shift;	/* log2 of a base page */
 	bool contested;		/* other code may take marks away: every fork marks again */
 	bool dirty;		/* something is unasked or due: the next fork walks */
 	bool left;		/* something is due, and the budget was used up */
@@ -39,7 +40,7 @@ struct rf_tracker {
 	uintptr_t retry_at;	/* where a release goes on with what is to be unmarked */
 	uintptr_t touched;	/* the mapping touched last before it was split */
 	uint64_t madvise_calls;
-	uintptr_t advised_start, advised_end;	/* by the last of them */
+	uintptr_t announced_start, announced_end; /* where the last mark was about to be made */
 	struct rf_vma_reader reader;
 };
 
@@ -83,9 +84,8 @@ struct rf_extent {
 static inline void rf_tracker_extent(const struct rf_tracker *tracker, const struct rf_slot *slot,
 				     struct rf_extent *extent)
 {
-	unsigned int base = (unsigned int)__builtin_ctz(tracker->kernel->page_size);
-	unsigned int first = slot->start_shift ? slot->start_shift : base;
-	unsigned int last = slot->end_shift ? slot->end_shift : base;
+	unsigned int first = slot->start_shift ? slot->start_shift : tracker->base_shift;
+	unsigned int last = slot->end_shift ? slot->end_shift : tracker->base_shift;
 	bool partial = !rf_tracker_trusts(tracker);
 
 	extent->fill_start = rf_up(slot->start, first);
@@ -142,6 +142,10 @@ struct rf_run {
 
 /* The next run of what @belongs() picks of [@at, @end); false: none. */
 bool rf_tracker_next_run(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
+			 bool (*belongs)(const struct rf_range *), struct rf_run *run);
+
+/* The same where @belongs() picks nothing that steadily bears MADV_DONTFORK: many at a time. */
+bool rf_tracker_next_odd(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *), struct rf_run *run);
 
 /* Make room for @registrations, those counted included. -ENOMEM: nothing has changed. */

@@ -20,6 +20,7 @@ static struct page pages[MODEL_PAGES];
 static struct registration live[MODEL_LIVE];
 static size_t live_count;
 static struct rf_ranges ranges;
+bool model_even;
 
 static uintptr_t address(size_t page)
 {
@@ -132,6 +133,10 @@ static void add(size_t start, size_t end)
 	};
 	size_t at;
 
+	if (model_even) {
+		more.set = 0;
+		more.remark = true;
+	}
 	CHECK(rf_ranges_reserve(&ranges, (uint32_t)live_count + 1) == 0);
 	live[live_count++] = (struct registration){ { start, end }, more.finds };
 	change(start, end, &more);
@@ -157,6 +162,7 @@ static void sub(size_t which)
 	};
 	struct page *page;
 
+	less.remark |= model_even;
 	live[which] = live[--live_count];
 	change(old.pages.start, old.pages.end, &less);
 	for (page = pages + old.pages.start; page < pages + old.pages.end; page++) {
@@ -208,7 +214,7 @@ void model_step(struct interval next)
 
 	if (live_count == MODEL_LIVE || (choice < 3 && live_count)) {
 		sub(check_below(live_count));
-	} else if (choice < 7) {
+	} else if (choice < 7 || model_even) {
 		add(next.start, next.end);
 	} else {
 		size_t start = check_below(MODEL_PAGES);

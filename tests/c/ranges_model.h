@@ -6,6 +6,7 @@
 #ifndef RANGES_MODEL_H
 #define RANGES_MODEL_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
 #define MODEL_PAGES 320
@@ -15,6 +16,8 @@ struct interval {
 	size_t start, end;	/* pages */
 };
 
+/* All that is registered is marked at once, and nothing else is done, with @even. */
+extern bool model_even;
 void model_begin(void);
 /* One operation on both; if it is a registration, of @next. */
 void model_step(struct interval next);

@@ -107,6 +107,16 @@ static void arenas_agree(void)
 	run_shape(arena);
 }
 
+/* Where all bear their mark long registrations count whole leaves in one step. */
+static void registrations_over_many_agree(void)
+{
+	model_even = true;
+	run_shape(anywhere);
+	run_shape(ascending);
+	model_even = false;
+	run_shape(anywhere);
+}
+
 /* ---- Memory ---- */
 
 #define MANY 100000u
@@ -291,6 +301,7 @@ int main(int argc, char **argv)
 		SCENARIO(descending_ranges_agree),
 		SCENARIO(random_ranges_agree),
 		SCENARIO(arenas_agree),
+		SCENARIO(registrations_over_many_agree),
 		SCENARIO(a_range_takes_less_than_72_bytes),
 		SCENARIO(neighbours_merge_and_part_again),
 		SCENARIO(natures_cut_and_registrations_part),

@@ -5,8 +5,10 @@
 #include <string.h>
 #include <sys/mman.h>
 
-/* Less than this is not worth a system call to give it back. */
-#define TRIMMED ((size_t)1 << 20)
+/* Less than this is kept from fork to fork: faulting it in anew takes as long as copying it. */
+#define TRIMMED ((size_t)16 << 20)
+/* From here on a transparent huge page is worth a system call: it takes a seventh of the time. */
+#define HUGE ((size_t)2 << 20)
 
 /* In bytes, what is reserved in each round; the next takes the shorter ones. */
 static const size_t shortest[] = { 1u << 24, 1u << 20, 1u << 16, 0 };
@@ -410,6 +412,8 @@ static void give_back(const struct rf_areas *areas, const struct rf_area *first,
 	const int writable = PROT_READ | PROT_WRITE;
 
 	if (rf_sys_map_at(start, nbytes, writable) >= 0) {
+		if (nbytes >= HUGE)
+			(void)rf_sys_madvise(start, nbytes, MADV_HUGEPAGE);
 		store(start, (const char *)areas + first->at, nbytes);
 		if (first->protection != writable)
 			(void)rf_sys_protect(start, nbytes, first->protection);

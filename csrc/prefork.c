@@ -113,7 +113,7 @@ static void count_listed(struct rf_tracker *tracker, struct rf_registry *registr
 	for (; index != RF_SLOT_NONE; index = next) {
 		slot = rf_registry_slot(registry, index);
 		next = slot->next;
-		old.start = old.end = 0;
+		old = (struct rf_extent){ .start = 0 };
 		if (slot->flags & RF_SLOT_COUNTED)
 			rf_tracker_extent(tracker, slot, &old);
 		rc = rf_ask_ends(tracker, slot);

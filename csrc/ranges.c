@@ -652,9 +652,11 @@ void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uint
 		return;
 	while (start < end) {
 		stop = count_leaf(ranges, cursor, start, end, change);
-		if (rf_unlikely(stop)) {
+		if (stop) {
 			start = stop;
-			cursor = rf_ranges_seek(ranges, start);
+			cursor.entry++;
+			if (cursor.entry == ranges->leaf_count)
+				cursor = rf_ranges_seek(ranges, start);
 			continue;
 		}
 		stop = plan(ranges, cursor, start, end, change, &step);

@@ -63,6 +63,8 @@ void rf_tracker_count_again(struct rf_tracker *tracker, const struct rf_slot *sl
 	const struct rf_change more = { .count = 1, .set = flags }, less = { .count = -1 };
 
 	rf_tracker_extent(tracker, slot, extent);
+	if (!memcmp(old, extent, sizeof(*old)))
+		return;
 	if (extent->start < extent->end)
 		rf_tracker_count(tracker, slot, extent, more);
 	/* Second, so that no page is counted by nobody in between. */

@@ -107,7 +107,9 @@ static void child(void)
 {
 	rf_unwiped = 0;
 	(void)rf_notice_child();
-	here.depth = 0;
+	/* This fork is over. One that it was made in goes on here, with no list of its own. */
+	here.depth--;
+	here.prepared = false;
 	/* An interrupted call goes on here, and closes what it has opened. */
 	if (!rf_lock_is_mine(&rf_engine.lock))
 		rf_vma_close_inherited(here.number);

@@ -219,6 +219,45 @@ static void a_fork_within_a_fork_shuts_the_window(void)
 		_exit(0);
 }
 
+/* Partial pages are given back, and only by a child that knows how it was made. */
+static void check_gives_back(void)
+{
+	char *memory = check_map(2);
+	struct rf_handle handle;
+	pid_t child;
+
+	memory[0] = 7;
+	handle = check_register(memory + 100, check_page, RF_HELD);
+	child = fork();
+	CHECK(child >= 0);
+	if (!child) {
+		signal(SIGSEGV, SIG_DFL);
+		_exit(memory[0]);
+	}
+	CHECK(check_wait(child) == 7);
+	check_release(handle);
+	check_empty();
+}
+
+static void whoever_comes_out_of_nested_forks_gives_pages_back(void)
+{
+	pid_t self = getpid(), child;
+
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
+	signal(SIGUSR1, nested_fork);
+	inside[0] = raise_in_the_window;
+	child = fork();
+	CHECK(child >= 0);
+	/* Four processes: the nested fork's child, too, has made one by the outer fork. */
+	if (child)
+		CHECK(check_wait(child) == 0);
+	check_gives_back();
+	check_gives_back();
+	if (getpid() != self)
+		_exit(0);
+}
+
 static void a_fork_that_fails_shuts_the_window(void)
 {
 	struct rlimit none = { 0, 0 };
@@ -450,6 +489,7 @@ int main(int argc, char **argv)
 		SCENARIO(shared_memory_in_the_window_eager),
 		SCENARIO(shared_memory_in_the_window_lazy),
 		SCENARIO(a_fork_within_a_fork_shuts_the_window),
+		SCENARIO(whoever_comes_out_of_nested_forks_gives_pages_back),
 		SCENARIO(a_fork_that_fails_shuts_the_window),
 		SCENARIO(errno_passes_through_the_handlers),
 		SCENARIO(errno_passes_through_everything),

@@ -39,8 +39,8 @@ void rf_ranges_abandon(struct rf_ranges *ranges)
 
 int rf_ranges_grow(struct rf_ranges *ranges, uint32_t count)
 {
-	/* Two neighbours hold at least as many as half of one that was split, and one more. */
-	uint64_t leaves = 2 * (uint64_t)count / (RF_LEAF_RANGES / 2 + 1) + 3;
+	/* Two neighbours hold at least the lesser part of one that was split, and one more. */
+	uint64_t leaves = 2 * (uint64_t)count / (RF_LEAF_RANGES / 2) + 3;
 
 	if (count == UINT32_MAX)
 		return -ENOMEM;
@@ -695,7 +695,7 @@ static void check_leaves(const struct rf_ranges *ranges)
 		if (leaf->used)
 			RF_ASSERT(directory_of(ranges)[entry].first == leaf->ranges[0].start);
 		RF_ASSERT(!entry ||
-			  leaf->used + leaf_at(ranges, entry - 1)->used > RF_LEAF_RANGES / 2);
+			  leaf->used + leaf_at(ranges, entry - 1)->used >= RF_LEAF_RANGES / 2);
 		(void)leaf;
 	}
 }

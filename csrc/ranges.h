@@ -31,7 +31,7 @@
  *  - ranges are half open, page aligned, not empty, sorted, disjoint;
  *  - each has a count above zero or a mark;
  *  - touching ranges of one leaf differ in something;
- *  - no leaf is empty but an only one; two neighbours hold more than half of a leaf's ranges.
+ *  - no leaf is empty but an only one; two neighbours hold at least half of a leaf's ranges.
  *
  * No locks: the engine's lock is held. Only rf_ranges_reserve() can fail.
  */

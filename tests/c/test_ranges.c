@@ -272,6 +272,34 @@ static void nested_registrations_part_in_any_order(void)
 	CHECK(!ranges.count);
 }
 
+/* A leaf that is cut where it is not quite full, beside one that holds a single range. */
+static void two_neighbours_are_never_nearly_empty(void)
+{
+	uint32_t i, few;
+
+	for (few = 0; few < 8; few++) {
+		rf_ranges_init(&ranges);
+		CHECK(rf_ranges_reserve(&ranges, 200) == 0);
+		for (i = 0; i <= RF_LEAF_RANGES; i++)
+			rf_ranges_change(&ranges, BASE + i * 10 * 4096ul,
+					 BASE + (i * 10 + 5) * 4096ul, &more);
+		CHECK(ranges.leaf_count == 2);
+		rf_ranges_check(&ranges);
+		for (i = 0; i < few; i++)
+			rf_ranges_change(&ranges, BASE + (i * 20 + 205) * 4096ul,
+					 BASE + (i * 20 + 210) * 4096ul, &more);
+		rf_ranges_check(&ranges);
+		/* The cuts add two ranges each. */
+		for (i = 0; i < 8; i++) {
+			rf_ranges_change(&ranges, BASE + (i * 10 + 1) * 4096ul,
+					 BASE + (i * 10 + 2) * 4096ul, &more);
+			rf_ranges_check(&ranges);
+		}
+		rf_memory_free(&ranges.leaves);
+		rf_memory_free(&ranges.directory);
+	}
+}
+
 static void the_list_reaches_the_ends_of_the_address_space(void)
 {
 	uintptr_t top = UINTPTR_MAX - 4095;
@@ -307,6 +335,7 @@ int main(int argc, char **argv)
 		SCENARIO(natures_cut_and_registrations_part),
 		SCENARIO(a_small_reservation_forgets_no_one),
 		SCENARIO(nested_registrations_part_in_any_order),
+		SCENARIO(two_neighbours_are_never_nearly_empty),
 		SCENARIO(the_list_reaches_the_ends_of_the_address_space),
 	};
 

@@ -279,13 +279,18 @@ static bool is_wiped_no_more(const struct rf_range *range)
 	       rf_range_best_mark(range) != RF_MARK_WIPEONFORK;
 }
 
-/* Zeros are not what a child is to find any more, and memory in doubt is marked now or never. */
+/*
+ * Zeros are not what a child is to find any more. Memory in doubt should be marked now or
+ * never, but where the kernel refuses the next fork is to do it: zeros would be lost data.
+ */
 static void exchange_wiped(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
+	const struct rf_change due = { .set = RF_RANGE_DUE };
 	struct rf_run run;
 
 	for (; rf_tracker_next_odd(tracker, start, end, is_wiped_no_more, &run); start = run.end)
-		(void)rf_marks_exchange(tracker, &run);
+		if (rf_marks_exchange(tracker, &run) < 0)
+			rf_ranges_change(&tracker->ranges, run.start, run.end, &due);
 }
 
 /* What waits beside it, as a part of the same huge page, may go with it. */

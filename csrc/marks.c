@@ -242,17 +242,23 @@ void rf_marks_retry_some(struct rf_tracker *tracker)
 	rf_marks_clear_runs(tracker, start, range ? range->start : UINTPTR_MAX, is_to_retry);
 }
 
-/* What touches marked pages takes no VMA more. */
+/* Where MADV_DONTFORK begins or ends beside that range, or beside none. */
+static int edges_more(const struct rf_range *beside)
+{
+	if (!beside || !beside->mark)
+		return 1;
+	return beside->mark == RF_MARK_DONTFORK ? -1 : 0;
+}
+
+/* What touches its like takes no VMA more. */
 bool rf_marks_touch(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
-	const struct rf_range *beside;
+	int more;
 
-	beside = start ? rf_ranges_find(ranges, start - 1) : NULL;
-	if (beside && beside->mark)
-		return true;
-	beside = rf_ranges_find(ranges, end);
-	return beside && beside->mark;
+	more = edges_more(start ? rf_ranges_find(ranges, start - 1) : NULL) +
+	       edges_more(rf_ranges_find(ranges, end));
+	return more <= 0 || ranges->mark_edges + (uint64_t)more <= tracker->vma_budget;
 }
 
 static bool is_over_budget(const struct rf_tracker *tracker)
@@ -260,44 +266,58 @@ static bool is_over_budget(const struct rf_tracker *tracker)
 	return tracker->ranges.mark_edges > tracker->vma_budget;
 }
 
-/* The run of marked ranges that holds @address. */
+/* All that bears one mark around @address, whatever mark would serve it best. */
 static bool marked_run(const struct rf_tracker *tracker, uintptr_t address, struct rf_run *run)
 {
-	const struct rf_range *range;
-	uintptr_t start = address + 1;
-	uint8_t mark = RF_MARK_NONE;
+	const struct rf_ranges *ranges = &tracker->ranges;
+	const struct rf_range *range = rf_ranges_find(ranges, address);
 
-	while (start && (range = rf_ranges_find(&tracker->ranges, start - 1)) && range->mark &&
-	       (start > address || range->mark == mark)) {
-		start = range->start;
-		mark = range->mark;
-	}
-	return start <= address &&
-	       rf_tracker_next_run(tracker, start, UINTPTR_MAX, is_marked_and_not_stuck, run);
+	if (!range || !is_marked_and_not_stuck(range))
+		return false;
+	*run = (struct rf_run){ .start = range->start, .end = range->end, .mark = range->mark };
+	while (run->start && (range = rf_ranges_find(ranges, run->start - 1)) &&
+	       is_marked_and_not_stuck(range) && range->mark == run->mark)
+		run->start = range->start;
+	while ((range = rf_ranges_find(ranges, run->end)) && is_marked_and_not_stuck(range) &&
+	       range->mark == run->mark)
+		run->end = range->end;
+	return true;
 }
 
 /*
  * A release in the middle of a run makes two of it. Where that is one too many,
- * what it has cut off goes to the kernel, or else the shorter of the neighbours.
+ * what it has cut off goes to the kernel, or else the shorter of the neighbours; where that
+ * had a neighbour with another mark, which has an edge of its own now, the next one too.
  */
 void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
 	struct rf_run run, left, right;
 	bool has_left, has_right;
+	const struct rf_range *range;
 	uintptr_t at;
 
 	for (at = start; is_over_budget(tracker) &&
 			 rf_tracker_next_run(tracker, at, end, is_marked_and_not_stuck, &run);
 	     at = run.end)
 		rf_marks_leave(tracker, &run);
-	if (!is_over_budget(tracker))
-		return;
-	has_left = start && marked_run(tracker, start - 1, &left);
-	has_right = marked_run(tracker, end, &right);
-	if (has_left && (!has_right || left.end - left.start < right.end - right.start))
-		rf_marks_leave(tracker, &left);
-	else if (has_right)
-		rf_marks_leave(tracker, &right);
+	while (is_over_budget(tracker)) {
+		has_left = start && marked_run(tracker, start - 1, &left);
+		has_right = marked_run(tracker, end, &right);
+		if (has_left && (!has_right || left.end - left.start < right.end - right.start)) {
+			run = left;
+			start = left.start;
+		} else if (has_right) {
+			run = right;
+			end = right.end;
+		} else {
+			return;
+		}
+		rf_marks_leave(tracker, &run);
+		/* Refused: it goes at the next fork, and that will be enough. */
+		range = rf_ranges_find(&tracker->ranges, run.start);
+		if (range && range->mark)
+			return;
+	}
 }
 
 /* Unmark what is shared of [@start, @end), whose registration may be under way. */

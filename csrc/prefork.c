@@ -74,6 +74,17 @@ static bool is_marked_otherwise(const struct rf_range *range)
 	       range->mark != rf_range_best_mark(range);
 }
 
+static bool has_budget(const struct rf_tracker *tracker)
+{
+	return tracker->ranges.mark_edges + 2ull <= tracker->vma_budget;
+}
+
+/* MADV_DONTFORK wipes as well, as the child maps zeros: that is not worth the last VMAs. */
+static bool has_budget_for(const struct rf_tracker *tracker, uint8_t best)
+{
+	return best != RF_MARK_WIPEONFORK || has_budget(tracker);
+}
+
 /* What there is to do, found in one walk. */
 struct survey {
 	bool unasked, shared, doubted, otherwise;
@@ -91,7 +102,8 @@ static struct survey survey(const struct rf_tracker *tracker)
 		found.unasked |= is_unasked(range);
 		found.shared |= is_marked_but_shared(range);
 		found.doubted |= is_due_and_marked(range);
-		found.otherwise |= is_marked_otherwise(range);
+		found.otherwise |= is_marked_otherwise(range) &&
+				   has_budget_for(tracker, (uint8_t)rf_range_best_mark(range));
 		if (!is_due_and_unmarked(range))
 			continue;
 		found.due += range->start != end;
@@ -301,12 +313,8 @@ static void exchange_marks(struct rf_tracker *tracker)
 
 	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked_otherwise, &run);
 	     at = run.end)
-		(void)rf_marks_exchange(tracker, &run);
-}
-
-static bool has_budget(const struct rf_tracker *tracker)
-{
-	return tracker->ranges.mark_edges + 2ull <= tracker->vma_budget;
+		if (has_budget_for(tracker, run.best))
+			(void)rf_marks_exchange(tracker, &run);
 }
 
 static void walk(struct rf_tracker *tracker, bool marking)
@@ -325,16 +333,15 @@ static void walk(struct rf_tracker *tracker, bool marking)
 		mark_doubted(tracker);
 	if (found.otherwise)
 		exchange_marks(tracker);
-	if (!found.due) {
-		tracker->dirty = found.unasked;
-		tracker->left = false;
-		return;
-	}
-	mark_all_due(tracker, found.due);
-	found = survey(tracker);
+	if (found.due)
+		mark_all_due(tracker, found.due);
+	/* What the kernel has refused is tried again by the next fork. */
+	if (found.doubted || found.otherwise || found.due)
+		found = survey(tracker);
 	/* What only waits for the budget waits for a release. */
 	tracker->left = found.due && !has_budget(tracker);
-	tracker->dirty = found.unasked || (found.due && !tracker->left);
+	tracker->dirty = found.unasked || found.doubted || found.otherwise ||
+			 (found.due && !tracker->left);
 }
 
 /*

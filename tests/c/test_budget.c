@@ -203,6 +203,127 @@ static void releases_keep_to_the_budget_too(void)
 	check_empty();
 }
 
+static struct rf_handle take(char *start, size_t nbytes, enum rf_policy policy)
+{
+	struct rf_handle handle;
+	int rc = rf_register(start, nbytes, RF_HELD, policy, &handle, &error);
+
+	CHECK(rc == 1, "%d, cause %d", rc, error.cause);
+	return handle;
+}
+
+static void check_budget(const char *when)
+{
+	const struct rf_tracker *tracker = &rf_engine.tracker;
+
+	check_sound();
+	CHECK(tracker->ranges.mark_edges <= tracker->vma_budget, "%s: %u of %lu", when,
+	      tracker->ranges.mark_edges, (unsigned long)tracker->vma_budget);
+}
+
+/* What touches pages with another mark takes a VMA for itself. */
+static void what_touches_wiped_pages_keeps_to_the_budget(void)
+{
+	char *memory = check_map(8 * PIECES);
+	struct rf_handle handles[3 * PIECES];
+	size_t i, used = 0;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	rf_engine.tracker.vma_budget = 2 * PIECES + 2;
+	for (i = 0; i < PIECES; i++)
+		handles[used++] = take(memory + (8 * i + 2) * check_page, check_page, RF_WIPE);
+	check_fork();
+	CHECK(check_flags(memory + 2 * check_page) & CHECK_WF);
+	check_budget("wiped");
+	for (i = 0; i < PIECES; i++) {
+		handles[used++] = take(memory + (8 * i + 1) * check_page, check_page, RF_OMIT);
+		handles[used++] = take(memory + (8 * i + 3) * check_page, check_page, RF_OMIT);
+		check_budget("registered beside");
+	}
+	check_fork();
+	check_budget("forked");
+	while (used)
+		check_release(handles[--used]);
+	check_fork();
+	check_empty();
+}
+
+/* Pages that were marked as one, and are to be wiped or absent by turns. */
+static void a_fork_that_exchanges_marks_keeps_to_the_budget(void)
+{
+	char *memory = check_map(2 * PIECES);
+	struct rf_handle handles[2 * PIECES];
+	size_t i;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	rf_engine.tracker.vma_budget = 8;
+	memset(memory, 7, 2 * PIECES * check_page);
+	for (i = 0; i < 2 * PIECES; i++)
+		handles[i] = take(memory + i * check_page, check_page, i % 2 ? RF_WIPE : RF_OMIT);
+	check_budget("registered");
+	check_fork();
+	check_budget("forked");
+	/* Zeros they are all the same. */
+	for (i = 0; i < 2 * PIECES; i++)
+		CHECK(check_child_reads(memory + i * check_page) == (i % 2), "%zu", i);
+	for (i = 0; i < 2 * PIECES; i++)
+		check_release(handles[i]);
+	check_fork();
+	check_empty();
+}
+
+/* What is left to the kernel is to make up for the gap, whatever its pages want. */
+static void releases_amid_several_policies_keep_to_the_budget(void)
+{
+	char *memory = check_map(2 * PIECES);
+	struct rf_handle handles[2 * PIECES];
+	size_t i;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	rf_engine.tracker.vma_budget = 8;
+	for (i = 0; i < 2 * PIECES; i++)
+		handles[i] = take(memory + i * check_page, check_page, i % 2 ? RF_WIPE : RF_OMIT);
+	/* It learns what is mapped there. */
+	check_fork();
+	for (i = 10; i < 2 * PIECES; i += 8) {
+		check_release(handles[i]);
+		check_budget("released");
+	}
+	for (i = 0; i < 2 * PIECES; i++)
+		if (i < 10 || i % 8 != 2)
+			check_release(handles[i]);
+	check_fork();
+	check_empty();
+}
+
+/* A mark that is wrong, as the kernel had no room to exchange it, is exchanged when it has. */
+static void an_exchange_that_was_refused_is_made_up_for(void)
+{
+	char *memory = check_map(8);
+	struct rf_handle wiped, omitted;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	memset(memory, 7, 8 * check_page);
+	wiped = take(memory, 8 * check_page, RF_WIPE);
+	check_fork();
+	CHECK(check_flags(memory) & CHECK_WF);
+	check_use_up_vmas(0);
+	omitted = take(memory + 2 * check_page, check_page, RF_OMIT);
+	check_fork();
+	check_fork();
+	check_give_back_vmas();
+	check_fork();
+	CHECK(check_flags(memory + 2 * check_page) & CHECK_DC);
+	CHECK(!check_child_reads(memory + 2 * check_page));
+	check_release(omitted);
+	check_release(wiped);
+	check_empty();
+}
+
 static void a_release_at_the_kernels_limit_is_made_up_for(void)
 {
 	char *memory = check_map(64);
@@ -323,6 +444,10 @@ int main(int argc, char **argv)
 		SCENARIO(at_the_budget_too_memory_mapped_anew_is_protected),
 		SCENARIO(what_could_not_be_left_to_the_kernel_is_left_once),
 		SCENARIO(releases_keep_to_the_budget_too),
+		SCENARIO(what_touches_wiped_pages_keeps_to_the_budget),
+		SCENARIO(a_fork_that_exchanges_marks_keeps_to_the_budget),
+		SCENARIO(releases_amid_several_policies_keep_to_the_budget),
+		SCENARIO(an_exchange_that_was_refused_is_made_up_for),
 		SCENARIO(a_release_at_the_kernels_limit_is_made_up_for),
 		SCENARIO(a_failure_does_not_forget_what_waits),
 		SCENARIO(a_registration_at_the_kernels_limit),

@@ -48,12 +48,13 @@ enum rf_mode {
 };
 
 /*
- * What a child gets of registered private pages. Where registrations overlap,
- * RF_OMIT wins over RF_WIPE, and RF_WIPE over RF_KEEP.
+ * What a child gets of the private pages that a registration fills; of pages that no
+ * registration fills it gets a copy. Where registrations overlap, RF_OMIT wins over
+ * RF_WIPE, and RF_WIPE over RF_KEEP. Shared memory stays shared.
  */
 enum rf_policy {
 	RF_OMIT = 0,		/* nothing: the pages are absent */
-	RF_WIPE = 1,		/* zeros; private anonymous memory, marked at once in either mode */
+	RF_WIPE = 1,		/* zeros, with the protection that the parent's pages have */
 	RF_KEEP = 2,		/* a copy: the kernel's, where it can be trusted */
 	RF_POLICIES = 3,
 };
@@ -83,7 +84,6 @@ enum rf_cause {
 	RF_CAUSE_ENVIRONMENT,	/* EINVAL: a variable holds a value that means nothing */
 	RF_CAUSE_UNTRUSTED,	/* ENOTSUP: lazy, where the kernel's copying is not trusted */
 	RF_CAUSE_OTHER_ENGINE,	/* EEXIST: another copy of librdmafork runs in this process */
-	RF_CAUSE_WIPE,		/* EINVAL: [start, end) cannot be wiped: a file's, huge pages */
 	/* No error: registered, but a child lacks other memory on the page [start, end). */
 	RF_CAUSE_SHARED_PAGE,
 	RF_CAUSE_LIBRARY,	/* ENOTSUP: a libibverbs cannot be intercepted: text */

@@ -38,7 +38,6 @@ cdef extern from "rdmafork.h" nogil:
         RF_CAUSE_ENVIRONMENT
         RF_CAUSE_UNTRUSTED
         RF_CAUSE_OTHER_ENGINE
-        RF_CAUSE_WIPE
         RF_CAUSE_SHARED_PAGE
         RF_CAUSE_LIBRARY
 

@@ -420,20 +420,20 @@ def register(buffer, *, on_fork="omit"):
     buffer: any contiguous object with the buffer protocol, read-only or writable,
     or a CPU tensor with ``__dlpack__``. It may be empty.
 
-    on_fork: what a child gets of the pages the registration fills. "omit":
-    nothing, they are absent. "wipe": zeros; private anonymous memory only. "keep":
-    a copy, which the kernel makes, so fork() is slow. Where registrations overlap,
-    omit wins over wipe, and wipe over keep. Shared memory stays shared.
+    on_fork: what a child gets of the pages that the registration fills. "omit":
+    nothing, they are absent. "wipe": zeros. "keep": a copy, which the kernel makes,
+    so fork() is slow. Where registrations overlap, omit wins over wipe, and wipe
+    over keep. Of a page that no single registration fills, the child gets a copy,
+    registered bytes included. Shared memory stays shared.
 
     In lazy mode this makes no system call: the next fork() marks the pages. In
-    eager mode, and with "wipe" in either mode, they are marked when this returns.
-    May be called from any thread, and in fork handlers.
+    eager mode they are marked when this returns. May be called from any thread, and
+    in fork handlers.
 
     TypeError: not memory of this process. BufferError: not contiguous. ValueError:
     no such on_fork; a buffer that is closed or released. OSError: the pages cannot
-    be protected (eager mode); EINVAL "wipe" of a file's, shared or huge pages;
-    ENOTSUP "keep" of private memory where the kernel's copying cannot be trusted.
-    After an error nothing has changed.
+    be protected (eager mode); ENOTSUP "keep" of private memory where the kernel's
+    copying cannot be trusted. After an error nothing has changed.
 
     Source: madvise(2), MADV_DONTFORK, MADV_WIPEONFORK; Linux mm/memory.c,
     copy_present_page().
@@ -665,10 +665,6 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
             f'{what}on_fork="keep" relies on a kernel whose copies of pinned pages at fork can be '
             f'trusted (5.19 and later), and {_distrusted()}; use "omit", or shared memory, which '
             f'children keep everywhere')
-    elif cause == RF_CAUSE_WIPE:
-        text = (
-            f'{what}on_fork="wipe" is for private anonymous memory in base pages, which '
-            f'0x{error.start:x}-0x{error.end:x} is not; use "omit"')
     elif cause == RF_CAUSE_HOLE:
         text = (
             f"{what}nothing is mapped at 0x{error.start:x}-0x{error.end:x}; register memory "

@@ -2,20 +2,18 @@
 
 A page is what the kernel maps at once: 4 KiB, or 2 MiB in hugetlb. The rules:
 
-- A page is *absent* from a child (``dc`` in VmFlags) when a registration covers it.
-- A huge page is covered by any byte registered in it. A base page is covered when one
-  registration fills it, or, with whole edges, by any byte registered in it.
-- Shared memory is always *present*: fork() does not move it.
-- All else is *present*: the child keeps what it owns.
-- Of an absent page the child is *given back* the base pages on which a byte was not
-  registered.
-- Eager, and for memory that nobody holds, this is true as soon as registering returns;
-  lazy, for held memory, from the next fork on, and not earlier. (Before a fork nobody
-  can see whether shared memory bears a mark, nor what is left of huge pages at the ends
-  of held memory: either will do.)
-- What is wiped bears another mark (``wf``) by the same rules, but at once in either mode, and
-  is refused of shared memory. What is kept bears none. Of bytes that nobody omits or wipes a
-  child finds what the parent has.
+- A registration counts on a page (``dc`` or ``wf`` in VmFlags keep it from children) when it
+  fills the page. On a huge page, and where the kernel's copying is not trusted, it counts by
+  any byte on it. ``on_fork="keep"`` counts nowhere.
+- A child finds on a page that bears a mark: nothing, if one registration to omit fills the page;
+  else zeros, if one to wipe fills it; else a copy. Of all other pages it has what the kernel gives.
+- Shared memory is always *present*, and bears no mark: fork() does not move it.
+- Eager, and for memory that nobody holds, the page bears a mark as soon as registering returns;
+  lazy, for held memory, from the next fork on, and not earlier. (Before a fork nobody can see
+  whether shared memory bears a mark, nor what is left of huge pages at the ends of held memory:
+  either will do.)
+- The mark is ``wf`` where a child finds zeros of private anonymous base pages, else ``dc``. A
+  fork exchanges one for the other, not a registration; and never on memory that nobody holds.
 - Held memory stays as it is. Memory that nobody holds may be unmapped, and something
   else be mapped there, while it is registered. Such a registration says nothing about
   the newcomer: it may be marked by way of another, *either* will do. So it is with a page
@@ -26,7 +24,7 @@ from typing import NamedTuple
 
 PAGE = 4096
 
-ABSENT, PRESENT, EITHER = "absent", "present", "either"
+ABSENT, PRESENT, EITHER = "absent", "present", "either"  # marked, unmarked, either will do
 
 
 class Page(NamedTuple):
@@ -80,12 +78,10 @@ class Model:
         self.pages[to] = Page(PAGE, page.shared, self.tick(), moved)
 
     def register(self, key, start, end, held, on_fork="omit"):
-        """False if it is to be refused: not mapped, not to be wiped, or nothing copies it."""
-        if on_fork == "wipe" and self.is_shared(start, end):
-            return False
+        """False if it is to be refused: not mapped, or nothing copies it."""
         if on_fork == "keep" and self.whole and not self.is_all_shared(start, end):
             return False
-        waits = on_fork == "keep" or (self.lazy and held and on_fork == "omit")
+        waits = on_fork == "keep" or (self.lazy and held)
         if not waits and self.has_hole(start, end):
             return False
         touched = self.pages_in(start, end)
@@ -142,10 +138,6 @@ class Model:
         """Is nothing mapped at one of them?"""
         return not self.is_mapped(*self.to_mark(start, end))
 
-    def is_shared(self, start, end):
-        """Is one of them shared?"""
-        return any(self.pages[a].shared for a in self.pages_in(*self.to_mark(start, end)))
-
     def is_all_shared(self, start, end):
         shared = all(self.pages[a].shared for a in self.pages_in(start, end))
         return shared and self.is_mapped(start, end)
@@ -159,10 +151,16 @@ class Model:
     def touches(self, registration, address, page):
         return registration.start < address + page.nbytes and address < registration.end
 
+    def fills(self, registration, address, page):
+        return registration.start <= address and address + page.nbytes <= registration.end
+
     def covers(self, registration, address, page):
+        """Does it count there?"""
+        if registration.on_fork == "keep":
+            return False
         if self.whole or page.nbytes > PAGE:
             return self.touches(registration, address, page)
-        return registration.start <= address and address + page.nbytes <= registration.end
+        return self.fills(registration, address, page)
 
     def is_stale_near(self, registration, address, page):
         """It speaks of what was mapped there before."""
@@ -172,24 +170,22 @@ class Model:
         return registration.made < page.born and first < address + page.nbytes and address < last
 
     def is_in_force(self, registration):
-        waits = self.lazy and registration.held and registration.on_fork == "omit"
-        return not waits or registration.made < self.forked
+        return not (self.lazy and registration.held) or registration.made < self.forked
 
-    def verdict(self, address, forked=True, on_fork="omit"):
-        """Must the page be absent from a child or present, going by the marks on it?
+    def counting(self, address):
+        """The registrations that count on a page as it is now."""
+        page = self.pages[address]
+        return [r for r in self.all() if r.made > page.born and self.covers(r, address, page)]
 
-        forked: a fork has just been, and nothing since. on_fork: "omit" or "wipe", which mark.
+    def verdict(self, address, forked=True):
+        """Must the page bear a mark, and so be absent from a child or a copy of ours there?
+
+        forked: a fork has just been, and nothing since.
         """
         page = self.pages[address]
         if page.shared:
-            certain = forked or on_fork == "wipe"
-            return PRESENT if certain and not page.moved else EITHER
-        fresh = [
-            r
-            for r in self.all()
-            if r.on_fork == on_fork and r.made > page.born and self.covers(r, address, page)
-        ]
-        in_force = [r for r in fresh if self.is_in_force(r)]
+            return PRESENT if forked and not page.moved else EITHER
+        in_force = [r for r in self.counting(address) if self.is_in_force(r)]
         if in_force:
             lagging = page.nbytes > PAGE and not self.whole and not forked
             return EITHER if lagging and all(r.held for r in in_force) else ABSENT
@@ -197,37 +193,39 @@ class Model:
             return EITHER
         return PRESENT
 
-    def is_given_back(self, address, base):
-        """Has a child this base page of an absent page again? None: either will do."""
+    def finds(self, address):
+        """What a child finds on a page, going by those that count: a wish, or "keep" for a copy."""
         page = self.pages[address]
-        _, certain = self.touching(address)
-        if not certain:
-            return None
-        if page.nbytes == PAGE and not self.whole:
-            return False
-        return not all(self.taken(base))
+        filling = {r.on_fork for r in self.counting(address) if self.fills(r, address, page)}
+        return next((wish for wish in ("omit", "wipe") if wish in filling), "keep")
 
-    def taken(self, base):
-        """Of each byte of a base page: does a registration omit or wipe it?"""
-        taken = bytearray(PAGE)
-        for r in self.all():
-            first, last = max(r.start, base) - base, min(r.end, base + PAGE) - base
-            if r.on_fork != "keep" and first < last:
-                taken[first:last] = b"\1" * (last - first)
-        return taken
+    def allowed_marks(self, address, forked=True):
+        """Of a page that bears a mark: which it may be."""
+        page = self.pages[address]
+        wiped = [
+            r
+            for r in self.counting(address)
+            if r.on_fork == "wipe" and r.made < self.forked and self.fills(r, address, page)
+        ]
+        if page.nbytes > PAGE or not wiped:
+            return {"dc"}
+        if not self.touching(address)[1]:
+            return {"dc", "wf"}
+        if not forked:
+            return {"dc", "wf"}
+        if self.finds(address) != "wipe":
+            return {"dc"}
+        held = all(r.held for r in self.all() if self.covers(r, address, page))
+        return {"wf"} if held else {"dc", "wf"}
 
     def inherited(self, address, tag):
         """Is it sure what a child finds on a base page full of tag? And what; None: no page."""
-        omitted = self.verdict(address)
-        wiped = self.verdict(address, on_fork="wipe")
-        if EITHER in (omitted, wiped) or not self.touching(address)[1]:
+        verdict, copy = self.verdict(address), bytes([tag]) * PAGE
+        if verdict == EITHER or not self.touching(address)[1]:
             return False, None
-        if ABSENT not in (omitted, wiped):
-            return True, bytes([tag]) * PAGE
-        taken = self.taken(address) if self.whole else bytearray(b"\1" * PAGE)
-        if omitted == ABSENT and all(taken):
-            return True, None
-        return True, bytes(0 if t else tag for t in taken)
+        if verdict == PRESENT:
+            return True, copy
+        return True, {"omit": None, "wipe": bytes(PAGE), "keep": copy}[self.finds(address)]
 
     def touching(self, address):
         """How many registrations touch the page, and whether all were made of it."""

@@ -45,7 +45,7 @@ EXAMPLES = int(os.environ.get("RDMAFORK_TEST_EXAMPLES") or max(30, 100 / SLOWNES
 # ---- the model ------------------------------------------------------------------------------
 
 ABSENT, PRESENT, ZERO = "absent", "present", "zero"
-# What a child finds where registrations have different wishes: the first of these.
+# What a child finds on a page that registrations of different wishes fill: the first of these.
 FATES = {"omit": ABSENT, "wipe": ZERO}
 
 
@@ -59,9 +59,6 @@ class Piece(NamedTuple):
     def pages(self):
         nbytes = HUGE if self.kind == "hugetlb" else PAGE
         return [Span(at, at + nbytes) for at in range(self.start & -nbytes, self.end, nbytes)]
-
-    def can_be_wiped(self):
-        return self.kind in ("anonymous", "transparent", "heap")
 
 
 class Span(NamedTuple):
@@ -77,9 +74,6 @@ class Span(NamedTuple):
     def within(self, other):
         return Span(max(self.start, other.start), min(self.end, other.end))
 
-    def has_base_page(self):
-        return self.start + -self.start % PAGE < self.end & -PAGE
-
 
 class Registered(NamedTuple):
     span: Span
@@ -87,66 +81,30 @@ class Registered(NamedTuple):
 
 
 class Model:
-    """whole: pages leave whole, and not only those that one registration fills."""
+    """A child finds a copy of each page, unless one registration fills the page."""
 
     def __init__(self, pieces, trusted):
         self.pieces = pieces
-        self.whole = not trusted
         self.trusted = trusted
         self.registered = []
 
-    def leaves_whole(self, piece):
-        return self.whole or piece.kind == "hugetlb"
-
-    def takes(self, span, page, piece):
-        """Is the page one to mark?"""
-        return span.touches(page) if self.leaves_whole(piece) else span.fills(page)
-
-    def refusals(self, span, on_fork):
-        """The errnos with which a registration may be refused; None: it may be accepted."""
-        touched = [piece for piece in self.pieces if span.touches(piece)]
-        if on_fork == "keep" and not self.trusted:
-            return {errno.ENOTSUP if any(p.kind != "shared" for p in touched) else None}
-        if on_fork != "wipe":
-            return {None}
-        taken = [p for p in touched if any(self.takes(span, page, p) for page in p.pages())]
-        taken = [p for p in taken if not p.can_be_wiped()]
-        if not taken:
-            return {None}
-        # Less than a base page of a huge one is not worth a question.
-        plain = self.whole or any(span.within(piece).has_base_page() for piece in taken)
-        return {errno.EINVAL} if plain else {errno.EINVAL, None}
+    def refusal(self, span, on_fork):
+        """The errno with which a registration is refused, or None."""
+        private = any(span.touches(p) and p.kind != "shared" for p in self.pieces)
+        return errno.ENOTSUP if on_fork == "keep" and private and not self.trusted else None
 
     def fates(self):
-        """[(start, end, what a child may find there)], all bytes of all pieces."""
+        """[(start, end, what a child finds there)], all bytes of all pieces."""
         for piece in self.pieces:
             for page in piece.pages():
-                for start, end, fate in self.of_page(page, piece):
-                    yield max(start, piece.start), min(end, piece.end), fate
+                fate = self.of_page(page, piece)
+                yield max(page.start, piece.start), min(page.end, piece.end), fate
 
     def of_page(self, page, piece):
-        here = [r for r in self.registered if r.span.touches(page) and r.on_fork in FATES]
-        here = [r for r in here if r.on_fork == "omit" or piece.can_be_wiped()]
-        wishes = {r.on_fork for r in here if self.takes(r.span, page, piece)}
-        if piece.kind == "shared" or not wishes:
-            return [(*page, {PRESENT})]
-        fate = next(fate for wish, fate in FATES.items() if wish in wishes)
-        filled = any(r.span.fills(page) and FATES[r.on_fork] == fate for r in here)
-        if filled or not self.leaves_whole(piece):
-            return [(*page, {fate})]
-        spans = [r.span for r in here]
-        # On base pages, huge as it was.
-        bases = [Span(at, at + PAGE) for at in range(page.start, page.end, PAGE)]
-        return [part for base in bases for part in self.of_edge(base, spans)]
-
-    def of_edge(self, page, spans):
-        """A page that is no registration's alone: what nobody registered comes back."""
-        bounds = {*page, *(at for s in spans for at in s if page.start < at < page.end)}
-        parts = [Span(*part) for part in itertools.pairwise(sorted(bounds))]
-        registered = [any(s.fills(part) for s in spans) for part in parts]
-        # Where there is nothing to come back, the page need not be there.
-        gone = {ZERO, ABSENT} if all(registered) else {ZERO}
-        return [(*p, gone if r else {PRESENT}) for p, r in zip(parts, registered, strict=True)]
+        if piece.kind == "shared":
+            return PRESENT
+        wishes = {r.on_fork for r in self.registered if r.span.fills(page)}
+        return next((fate for wish, fate in FATES.items() if wish in wishes), PRESENT)
 
 
 def merged(fates):
@@ -306,8 +264,8 @@ def live(data, model, checked):
             register(data, model, held)
         parts = merged(model.fates())
         compare(child(look_twice, parts), parts, "a child")
-        checked.update(state for _, _, fate in parts for state in fate)
-        kept = [(start, end, {PRESENT}) for start, end, _ in parts]
+        checked.update(fate for _, _, fate in parts)
+        kept = [(start, end, PRESENT) for start, end, _ in parts]
         compare(look(kept), kept, "the parent")
     compare(child(look, kept), kept, "a child after all is released")
 
@@ -317,22 +275,22 @@ def register(data, model, held):
     on_fork = data.draw(st.sampled_from(["omit", "omit", "wipe", "wipe", "keep"]))
     owner = data.draw(st.sampled_from([None, model]))
     nbytes = span.end - span.start
-    allowed = model.refusals(span, on_fork)
+    refusal = model.refusal(span, on_fork)
     try:
         held.enter_context(
             rdmafork.register_address(span.start, nbytes, on_fork=on_fork, owner=owner)
         )
     except OSError as error:
-        assert error.errno in allowed, error
+        assert error.errno == refusal, error
     else:
-        assert None in allowed, f"{on_fork} was not refused"
+        assert not refusal, f"{on_fork} was not refused"
         model.registered.append(Registered(span, on_fork))
 
 
 def compare(found, parts, whose):
     assert isinstance(found, list), f"{whose}: {found!r}"
     for states, (start, end, fate) in zip(found, parts, strict=True):
-        assert states <= fate, f"{whose}: 0x{start:x}-0x{end:x} is {states}, to be {fate}"
+        assert states == {fate}, f"{whose}: 0x{start:x}-0x{end:x} is {states}, to be {fate}"
 
 
 def explore(mode, huge):

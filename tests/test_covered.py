@@ -85,11 +85,11 @@ def test_any_order_of_closing_leaves_what_is_registered_marked():
         memory.close()
 
 
-# ---- whole pages: what is beside registered bytes on a page is to come back to the child ------
+# ---- where partial pages are marked: a child gets a copy of them ----------------------------
 
 
 @fresh(env=UNTRUSTED)
-def test_room_for_what_a_child_is_given_back_is_taken_at_once():
+def test_room_for_copies_of_partial_pages_is_taken_at_once():
     rdmafork.fork_init()
     memory, start = private_map(5000 * PAGE)
     memory[:] = b"x" * len(memory)
@@ -99,12 +99,12 @@ def test_room_for_what_a_child_is_given_back_is_taken_at_once():
         mapped = int(file.read().split()[0]) * PAGE
     resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 20), resource.RLIM_INFINITY))
     for at in (start, start + 4999 * PAGE):
-        assert child(read, at, 200) == b"x" * 100 + bytes(50) + b"x" * 50
+        assert child(read, at, PAGE) == b"x" * PAGE
     del inner
 
 
 @fresh(env=UNTRUSTED)
-def test_what_cannot_be_given_back_is_warned_of():
+def test_a_partial_page_that_fork_itself_uses_is_warned_of():
     rdmafork.fork_init()
     libc = ctypes.CDLL(None)
     libc.pthread_self.restype = ctypes.c_void_p

@@ -177,7 +177,7 @@ def test_the_child_keeps_every_byte_that_was_not_registered(mode):
 
 
 @fresh(env=UNTRUSTED)
-def test_whole_edges():
+def test_partial_pages_are_marked_and_copied():
     rdmafork.fork_init()
     memory, address = private_map(8 * PAGE)
     registrations = [
@@ -188,9 +188,7 @@ def test_whole_edges():
     fork_once()
     assert marked(address, 8 * PAGE) == pages(address + PAGE, 3)
     memory[:] = b"w" * len(memory)
-    given_back = child(read, address + PAGE, 3 * PAGE)
-    assert given_back[99:165] == b"w" + bytes(64) + b"w"
-    assert given_back.count(0) == 66 and given_back.count(b"w") == 3 * PAGE - 66
+    assert child(read, address, 8 * PAGE) == b"w" * 8 * PAGE
     assert {p[3] for p in protections()} == {"advice"}
     for registration in registrations:
         registration.close()
@@ -676,8 +674,7 @@ def few_bytes_of_a_huge_page(mode):
     if mode == "lazy":
         assert marked(address, 3 * HUGE) == []
     # The pool is used up: one huge page to copy and this fork would fail, were it pinned.
-    found = child(read, address + HUGE, HUGE)
-    assert found == b"h" * 100 + bytes(64) + b"h" * (HUGE - 164)
+    assert child(read, address + HUGE, HUGE) == b"h" * HUGE
     assert marked(address, 3 * HUGE) == pages(address + HUGE, 512)
     assert protections() == [(address + HUGE, address + 2 * HUGE, 1, "advice")]
     assert child(read, address, 5) == b"hhhhh"
@@ -710,8 +707,7 @@ def pinned_huge_pages(mode):
         # A byte in each is enough, and each fork works.
         with register(memoryview(memory)[HUGE - 1 : HUGE + 1]):
             assert child(len, "x") == 1
-            assert child(read, address, HUGE) == b"h" * (HUGE - 1) + b"\0"
-            assert child(read, address + HUGE, HUGE) == b"\0" + b"h" * (HUGE - 1)
+            assert child(read, address, 2 * HUGE) == b"h" * 2 * HUGE
 
 
 @both_modes

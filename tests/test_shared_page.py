@@ -1,13 +1,14 @@
-"""Where whole pages leave: what a child is given back, and what it cannot be."""
+"""Where partial pages are marked too: what a child is given of them, and what it cannot be."""
 
 import ctypes
 import mmap
 import os
+import signal
 import threading
 import warnings
 
 import pytest
-from conftest import PAGE, UNTRUSTED, child, fresh, private_map, read, write
+from conftest import PAGE, UNTRUSTED, child, fresh, libc, private_map, read, smaps, write
 
 import rdmafork
 from rdmafork import Buffer, SharedPageWarning, register, register_address
@@ -39,16 +40,48 @@ def in_a_thread(function):
 
 @fresh(env=UNTRUSTED)
 def test_the_child_keeps_every_byte_that_was_not_registered():
+    """And the registered ones on the same pages, as where the kernel copies them."""
     rdmafork.fork_init("eager")
     _memory, address = private_map(8 * PAGE)
     write(address, b"x" * 8 * PAGE)
-    with register_address(address + PAGE + 100, 3 * PAGE, on_fork="omit"):
-        assert child(read, address, PAGE + 100) == b"x" * (PAGE + 100)
-        assert child(read, address + PAGE + 100, 10) == bytes(10)
-        after = address + 4 * PAGE + 100
-        assert child(read, after, 4 * PAGE - 100) == b"x" * (4 * PAGE - 100)
-        assert child(read, after - 10, 10) == bytes(10)
-        assert read(address, 8 * PAGE) == b"x" * 8 * PAGE
+    for on_fork, inside in (("omit", signal.SIGSEGV), ("wipe", bytes(2 * PAGE))):
+        with register_address(address + PAGE + 100, 3 * PAGE, on_fork=on_fork):
+            assert child(read, address, 2 * PAGE) == b"x" * 2 * PAGE
+            assert child(read, address + 2 * PAGE, 2 * PAGE) == inside
+            assert child(read, address + 4 * PAGE, 4 * PAGE) == b"x" * 4 * PAGE
+            assert read(address, 8 * PAGE) == b"x" * 8 * PAGE
+
+
+@fresh(env=UNTRUSTED)
+def test_a_page_that_two_registrations_fill_together_is_copied():
+    rdmafork.fork_init("eager")
+    _memory, address = private_map(PAGE)
+    write(address, b"x" * PAGE)
+    with register_address(address, 100), register_address(address + 100, PAGE - 100):
+        assert child(read, address, PAGE) == b"x" * PAGE
+        with register_address(address, PAGE, on_fork="wipe"):
+            assert child(read, address, PAGE) == bytes(PAGE)
+            with register_address(address, PAGE):
+                assert child(read, address) == signal.SIGSEGV
+        assert child(read, address, PAGE) == b"x" * PAGE
+
+
+@fresh(env=UNTRUSTED)
+def test_a_copied_page_has_the_protection_that_the_parent_s_has():
+    rdmafork.fork_init("eager")
+    _memory, address = private_map(3 * PAGE)
+    write(address, b"x" * 3 * PAGE)
+    assert not libc.mprotect(ctypes.c_void_p(address + PAGE), PAGE, mmap.PROT_READ)
+    with register_address(address + 100, 3 * PAGE - 200):
+
+        def look():
+            found = [m.permissions for m in smaps() if address <= m.start < address + 3 * PAGE]
+            return found, read(address, PAGE)
+
+        assert child(look) == (["rw-p", "---p", "rw-p"], b"x" * PAGE)
+    with register_address(address + PAGE + 100, 64):
+        assert child(read, address + PAGE, PAGE) == b"x" * PAGE
+        assert child(write, address + PAGE, b"y") == signal.SIGSEGV
 
 
 @fresh(env=UNTRUSTED)
@@ -135,10 +168,10 @@ def test_the_head_of_an_arena_is_named():
 
 @pytest.mark.skipif(
     not rdmafork.kernel_info().copy_on_fork_trusted,
-    reason="the kernel's copying at fork cannot be trusted: whole pages leave",
+    reason="the kernel's copying at fork cannot be trusted: partial pages are marked",
 )
 @fresh
-def test_nothing_is_said_where_the_kernel_copies_the_edges():
+def test_nothing_is_said_where_the_kernel_copies_partial_pages():
     rdmafork.fork_init("eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

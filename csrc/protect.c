@@ -207,6 +207,18 @@ static __attribute__((noinline)) int protect_by_steps(struct rf_tracker *tracker
 	return 0;
 }
 
+/*
+ * Does it begin or end on pages that bear a mark? There madvise() takes any part of a huge
+ * page, so its success does not tell base pages.
+ */
+static bool has_marked_end(const struct rf_tracker *tracker, const struct rf_slot *slot)
+{
+	const struct rf_range *first = rf_ranges_find(&tracker->ranges, slot->start);
+	const struct rf_range *last = rf_ranges_find(&tracker->ranges, slot->end - 1);
+
+	return (first && first->mark) || (last && last->mark);
+}
+
 int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf_slot *slot,
 	       unsigned int how, bool *ask, struct rf_error *error)
 {
@@ -214,7 +226,7 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 		.count = 1, .set = doubt_of(slot), .remark = true, .mark = RF_MARK_DONTFORK
 	};
 	bool partial = (slot->start | slot->end) & (tracker->kernel->page_size - 1);
-	bool held = slot->flags & RF_SLOT_HELD;
+	bool held = slot->flags & RF_SLOT_HELD, fresh;
 	enum shape shape = OTHER;
 	struct rf_extent extent;
 	struct look seen;
@@ -225,9 +237,11 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 	/*
 	 * The ends of memory that is not held cannot wait for the next fork: by then they may
 	 * be another's. Where every page touched is marked, madvise() refuses a part of a huge
-	 * page, and that is soon enough. Without /proc they are the kernel's to copy.
+	 * page that bears no mark, and that is soon enough. Without /proc they are the kernel's
+	 * to copy.
 	 */
-	if (!held && partial && rf_tracker_trusts(tracker) && !(how & RF_PROTECT_NOWAIT))
+	if (!held && !(how & RF_PROTECT_NOWAIT) &&
+	    ((partial && rf_tracker_trusts(tracker)) || has_marked_end(tracker, slot)))
 		(void)rf_ask_ends_alone(tracker, slot);
 	rf_tracker_extent(tracker, slot, &extent);
 	if (rf_likely(!(how & RF_PROTECT_FORKING))) {
@@ -240,11 +254,14 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 		return -EAGAIN;
 	if (extent.start >= extent.end)
 		return 0;
+	fresh = shape == ONE_RUN && seen.run.start == extent.start && seen.run.end == extent.end;
+	if (held && !fresh && !partial)
+		*ask = has_marked_end(tracker, slot);
 	if (rf_unlikely(how & RF_PROTECT_FORKING))
 		return protect_by_steps(tracker, list, slot, true, NULL, -EINVAL, error);
 	if (rf_unlikely(shape != ONE_RUN ||
 			!rf_marks_have_room(tracker, seen.run.start, seen.run.end) ||
-			(!held && seen.run.end - seen.run.start != extent.end - extent.start)))
+			(!held && !fresh)))
 		return protect_by_steps(tracker, list, slot, false, NULL, 0, error);
 	tracker->dirty = true;
 	rf_marks_announce(tracker, seen.run.start, seen.run.end);

@@ -91,11 +91,18 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 	return 0;
 }
 
-/* Take the room for what forks must save now, so that no fork need ask for memory. */
+/*
+ * Take the room for what forks must save now, so that no fork need ask for memory. What
+ * waits to be counted has two partial base pages at most, where they are marked.
+ */
 static inline int reserve_list(struct rf_engine *engine)
 {
-	return rf_child_list_reserve(&engine->list, engine->tracker.ranges.capacity,
-				     engine->tracker.partial_bytes);
+	const struct rf_tracker *tracker = &engine->tracker;
+	uint64_t nbytes = tracker->partial_bytes;
+
+	if (rf_unlikely(!rf_tracker_trusts(tracker)))
+		nbytes += 2ull * engine->registry.waiting * tracker->kernel->page_size;
+	return rf_child_list_reserve(&engine->list, tracker->ranges.capacity, nbytes);
 }
 
 /* Say so if children will lack what else is on @page. */
@@ -129,14 +136,18 @@ static void name_lost_pages(const struct rf_engine *engine, const struct rf_slot
 		(void)name_lost(slot->end & ~mask, page_size, error);
 }
 
-/* The slot is counted. Negative: a fork would have no room for it, and it has been uncounted. */
+/*
+ * The slot is counted, or waits for that. Negative: a fork would have no room for it, and
+ * that is undone.
+ */
 static int settle(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
 		  struct rf_error *error)
 {
 	if (rf_unlikely(reserve_list(engine) < 0)) {
 		if (slot->flags & RF_SLOT_LISTED)
 			rf_registry_unlist(&engine->registry, index);
-		uncount(engine, slot);
+		if (slot->flags & RF_SLOT_COUNTED)
+			uncount(engine, slot);
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
@@ -174,7 +185,8 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 		return 0;
 	}
 	rc = protect(engine, slot, index, flags, error);
-	if (rc >= 0 && slot->flags & RF_SLOT_COUNTED)
+	if (rc >= 0 && (slot->flags & RF_SLOT_COUNTED ||
+			(slot->flags & RF_SLOT_LISTED && engine->mode == RF_MODE_EAGER)))
 		rc = settle(engine, slot, index, error);
 	if (rf_unlikely(rc < 0)) {
 		rf_registry_take_back(&engine->registry, index);

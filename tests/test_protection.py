@@ -683,6 +683,40 @@ def few_bytes_of_a_huge_page(mode):
     assert child(read, address + HUGE, 5) == b"hhhhh"
 
 
+@modes_and_trust
+@pytest.mark.parametrize("holds", ["held", "not held"])
+def test_a_part_of_a_marked_huge_page_does_not_fill_it(mode, trust, holds, hugepages):
+    """madvise() takes any part of a huge page that is marked already, and says nothing."""
+    hugepages(1)
+    run(part_of_a_marked_huge_page, mode, holds, env={"RDMAFORK_TRUST_COPYING": trust})
+
+
+def part_of_a_marked_huge_page(mode, holds):
+    rdmafork.fork_init(mode)
+    # A huge page, and base pages after it.
+    memory, address = private_map(3 * HUGE)
+    address += -address % HUGE
+    map_at(address, HUGE, huge=True)
+    nbytes = HUGE + 4 * PAGE
+    write(address, b"h" * nbytes)
+    owner = memory if holds == "held" else None
+    first = register_address(address, HUGE, owner=owner)
+    parts = [
+        # Of marked pages alone, and with pages that bear no mark yet.
+        register_address(address + PAGE, PAGE, owner=owner),
+        register_address(address + HUGE // 2, HUGE // 2, on_fork="wipe", owner=owner),
+        register_address(address + HUGE // 2, HUGE // 2 + PAGE, on_fork="wipe", owner=owner),
+    ]
+    assert child(read, address + PAGE) == signal.SIGSEGV
+    first.close()
+    expected = b"h" * HUGE + bytes(PAGE) + b"h" * 3 * PAGE
+    for part in parts:
+        assert child(read, address, nbytes) == expected
+        part.close()
+    assert child(read, address, nbytes) == b"h" * nbytes
+    unmap(address, HUGE)
+
+
 @both_modes
 @needs_pins
 def test_pinned_huge_pages_and_an_empty_pool(mode, hugepages):

@@ -2,14 +2,14 @@
 /*
  * Who may enter the engine, how a fork passes, and how a process notices that it is a child.
  *
- *	any thread      enter > registry, advise > leave
- *	fork, prepare   enter > fold, open the window > leave
+ *	any thread      enter > registry, protect > leave
+ *	fork, prepare   open the window, enter > prefork, child list > leave
  *	      parent    shut the window
- *	      child     new generation, fresh lock, everything inherited is dead
+ *	      child     child list, new generation, fresh lock, everything inherited is dead
  *
  * No lock is held across fork(): other libraries register and release in their
  * own handlers, take the GIL there, or fork in a signal handler. Between prepare
- * and parent, in the window, lazy registrations are eager instead, as the fold is
+ * and parent, in the window, lazy registrations are eager instead, as prefork is
  * over. Where a signal handler forks inside the engine, prepare finds the lock
  * its own and leaves the state as it is; the child then clears it only when the
  * interrupted call, which goes on there too, leaves.

@@ -3,7 +3,7 @@
  * What a child uses before it can be given anything back: glibc's fork() goes on in
  * the child on the stack of the thread that called it, with its thread control block,
  * resets the lock of every malloc() arena, and only then calls handlers. A page of
- * these that left as a whole kills the child inside fork().
+ * these that the child does not have kills it inside fork().
  *
  *	main thread     [ ... frame | stack ... ]     [TLS | control block]
  *	other threads   [ ... frame | stack ... | TLS | control block]

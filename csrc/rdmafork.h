@@ -54,7 +54,7 @@ enum rf_mode {
  */
 enum rf_policy {
 	RF_OMIT = 0,		/* nothing: the pages are absent */
-	RF_WIPE = 1,		/* zeros, with the protection that the parent's pages have */
+	RF_WIPE = 1,		/* zeros, which are the child's own */
 	RF_KEEP = 2,		/* a copy: the kernel's, where it can be trusted */
 	RF_POLICIES = 3,
 };
@@ -128,8 +128,8 @@ RF_API enum rf_mode rf_mode(void);
  * and IBV_FORK_SAFE; if one is set it calls rf_fork_init() and fails as that does.
  * Returns 1 if the memory is protected, 0 if rf_fork_init() was never called;
  * *@handle names the registration. @nbytes may be 0.
- * RF_CAUSE_SHARED_PAGE goes with success: where whole pages are kept from children,
- * they are given back other memory on these, except what fork() itself uses first.
+ * RF_CAUSE_SHARED_PAGE goes with success: where partial pages are kept from children,
+ * a child is given copies of them, but fork() itself uses this one before that.
  */
 RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 		       enum rf_policy policy, struct rf_handle *handle,

@@ -27,7 +27,7 @@
 
 /* Its pages are counted in the ranges. */
 #define RF_SLOT_COUNTED		1u
-/* In the list: the next fold is to count it, or to ask what is mapped at its ends. */
+/* In the list: the next fork is to count it, or to ask what is mapped at its ends. */
 #define RF_SLOT_LISTED		2u
 /* rf_fork_init() came after it, or never: nothing protects it. */
 #define RF_SLOT_UNPROTECTED	4u

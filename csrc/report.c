@@ -59,8 +59,8 @@ static bool is_marked(const struct rf_range *advised)
 }
 
 /*
- * What protects @here, a part of which is counted as @advised, or is not, as an edge or
- * before a fold: then it may lie in shared memory, up to where @info's end goes.
+ * What protects @here, a part of which is counted as @advised, or is not, as a partial
+ * page or a pending one: then it may lie in shared memory, up to where @info's end goes.
  */
 static enum rf_protection protection_of(struct rf_engine *engine, const struct rf_range *here,
 					const struct rf_range *advised,

@@ -88,7 +88,7 @@ bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma)
 /* Forks ever begun; how many they were when a file of /proc was opened last. */
 static uint64_t forks, forks_when_opened;
 
-/* Noted first: a child gets the descriptors as they are some time before the memory. */
+/* Stored first: a child gets the descriptors as they are some time before the memory. */
 static int open_file(const char *path)
 {
 	__atomic_store_n(&forks_when_opened, __atomic_load_n(&forks, __ATOMIC_SEQ_CST),

@@ -6,7 +6,7 @@
 
 static struct rf_error error;
 
-/* As where copying at fork is not to be trusted: whole pages, and refusals. */
+/* As where copying at fork is not trusted: partial pages are marked, or it is refused. */
 static void distrust_the_kernel(void)
 {
 	static struct rf_kernel kernel;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What a child keeps of pages that leave it as a whole: every byte that was not registered. */
+/* What a child finds on partial pages that are marked: every byte that was not registered. */
 #define _GNU_SOURCE
 #include "check.h"
 #include "engine.h"
@@ -251,7 +251,7 @@ static void parts_of_huge_pages_lazy(void)
 	parts_of_huge_pages(RF_MODE_LAZY);
 }
 
-/* Each has nearly all of the same huge page for its gaps: what is set aside has a limit. */
+/* To each of them the same huge page is a partial page: what is set aside has a limit. */
 static void many_in_one_huge_page(void)
 {
 	struct region regions[1000];
@@ -450,7 +450,7 @@ static void much_room_is_given_back(void)
 	free(handles);
 }
 
-/* After the fold, before the child is made. */
+/* After the marks are made, before the child is. */
 static void registered_while_a_fork_is_under_way(void)
 {
 	static const enum rf_policy policies[] = { RF_OMIT, RF_WIPE };

@@ -349,7 +349,7 @@ static void unheld_memory_is_marked_at_once_in_lazy_mode(void)
 	check_empty();
 }
 
-/* A fold that has nothing new to do makes no call. */
+/* A fork that has nothing new to mark makes no call. */
 static void a_fork_with_nothing_new_is_free(void)
 {
 	char *memory = check_map(16), *shared = check_map_shared(2);
@@ -509,7 +509,7 @@ static void the_parents_memory_is_the_childs_to_register(void)
 	handle = check_register(memory + 10, 4 * check_page, RF_HELD);
 	child = fork();
 	if (!child) {
-		/* The gap that the mark left, mapped anew, and the edges that came along. */
+		/* Pages the child does not have, mapped anew, and partial pages, which it has. */
 		CHECK(mmap(memory + check_page, 3 * check_page, PROT_READ | PROT_WRITE,
 			   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory + check_page);
 		handle = check_register(memory, 5 * check_page, RF_HELD);

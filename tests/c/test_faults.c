@@ -151,7 +151,7 @@ static int act_huge(void)
 
 static void after_huge(void)
 {
-	/* Without /proc an edge in a huge page is the kernel's to copy, and held until asked. */
+	/* Without /proc part of a huge page is the kernel's to copy, and pending until asked. */
 	check_read_smaps();
 	CHECK(!(check_flags_read(huge) & CHECK_DC));
 }
@@ -243,7 +243,7 @@ static void before_fold_mixed(void)
 		keep(check_register(huge + CHECK_HUGE / 2, 64, RF_HELD));
 }
 
-/* The fold itself: what a fork handler does, without a fork. */
+/* What a fork handler does, without a fork. */
 static int act_fold(void)
 {
 	CHECK(rf_enter(0) == 0);
@@ -357,7 +357,7 @@ static void run_once(const struct operation *operation, unsigned long nth, int w
 		check_start(operation->mode);
 	if (operation->before)
 		operation->before();
-	/* Looks up what is mapped, which the fold is to do, and nothing it does is refused. */
+	/* Looks up what is mapped, which prefork is to do, and nothing it does is refused. */
 	if (operation->act != act_fold && operation->act != act_list)
 		take_snapshot(&before);
 	lived = live_count;

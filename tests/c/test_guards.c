@@ -78,7 +78,7 @@ static void what_is_mapped_there_stays(void)
 	check_start(check_best_mode());
 	handle = check_register(memory, 8 * check_page, 0);
 	check_fork();
-	/* Unheld, and another's by now: its mark went with it, and the plan is old news. */
+	/* Unheld, and another's by now: its mark went with it, and the list is old news. */
 	CHECK(mmap(memory + 2 * check_page, check_page, PROT_READ | PROT_WRITE,
 		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
 	memory[2 * check_page] = 5;
@@ -255,7 +255,7 @@ static void a_hole_in_a_stack_is_a_guard(void)
 {
 	pthread_t thread;
 
-	check_needs_lazy(); /* or whole pages leave, and the frame with them */
+	check_needs_lazy(); /* or partial pages are marked, and the frame with them */
 	check_start(RF_MODE_LAZY);
 	fork_with_a_buffer_on_the_stack(NULL);
 	CHECK(!pthread_create(&thread, NULL, fork_with_a_buffer_on_the_stack, NULL));

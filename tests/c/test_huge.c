@@ -118,7 +118,7 @@ static void mixed_pages(bool query, bool whole)
 
 				for (i = 0; i < left; i++)
 					touched |= starts[i] < at + CHECK_HUGE && at < ends[i];
-				/* Nobody's: not marked. Untouched edges wait for the fork. */
+				/* Not registered: not marked. Pending ends wait for the fork. */
 				CHECK(touched || !(check_flags_read(at) & CHECK_DC),
 				      "round %lu: a huge page nobody registered is marked", round);
 			}

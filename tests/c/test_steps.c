@@ -235,7 +235,7 @@ static void for_each_operation(void (*run)(size_t))
 
 /* ---- A fork at every instruction ---- */
 
-/* A fork before the fold would leave it nothing to do. */
+/* A fork before it would leave the operation nothing to mark. */
 static bool fold_first;
 
 static bool too_early(void)
@@ -382,7 +382,7 @@ static void shared_memory_is_never_missed(void)
 }
 
 /*
- * Where whole pages leave, a fork inside the engine has saved nothing of this moment:
+ * Where partial pages are marked, a fork inside the engine has saved nothing of this moment:
  * the child may lack its own bytes then, but never has those of another.
  */
 static bool child_has_no_other_bytes(void)

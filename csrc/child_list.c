@@ -47,8 +47,11 @@ static int grow(struct rf_areas **areas, size_t needed)
 
 int rf_child_list_grow(struct rf_child_list *list, uint64_t areas, uint64_t nbytes)
 {
-	const size_t needed = header(areas) + (nbytes < RF_LIST_ROOM ? nbytes : RF_LIST_ROOM);
+	size_t needed;
 
+	areas = areas > list->room ? areas : list->room;
+	nbytes = nbytes > list->room_bytes ? nbytes : list->room_bytes;
+	needed = header(areas) + (nbytes < RF_LIST_ROOM ? nbytes : RF_LIST_ROOM);
 	if (grow(&list->spare, needed) < 0 || grow(&list->shown, needed) < 0)
 		return -ENOMEM;
 	list->room = areas;
@@ -63,7 +66,6 @@ struct collection {
 	struct rf_child_list *list;
 	struct rf_tracker *tracker;
 	bool open;		/* the reader */
-	uint64_t candidates;	/* areas to be reserved */
 	struct rf_area last;	/* may go on */
 };
 
@@ -364,11 +366,9 @@ int rf_child_list_make(struct rf_child_list *list, struct rf_tracker *tracker, u
 		}
 	}
 	rc = fill_spare(list, tracker, start, end);
-	if (rc < 0) {
-		/* What was shown to an earlier child is no answer. */
-		rf_child_list_clear(list);
+	/* What is shown stays: it names each mark that a child must make its own. */
+	if (rc < 0)
 		return rc;
-	}
 	shown = list->shown;
 	list->version = ranges->version;
 	__atomic_store_n(&list->shown, list->spare, __ATOMIC_RELEASE);
@@ -398,6 +398,10 @@ static void map_zeros(uintptr_t start, uintptr_t end, int protection, size_t pag
 	uintptr_t middle;
 
 	if (rf_sys_map_at(start, end - start, protection) != -EEXIST || end - start <= page_size)
+		return;
+	/* All of it, or it would take long to find out: what is marked after the list was made. */
+	if (rf_sys_map_at(start, page_size, protection) == -EEXIST &&
+	    rf_sys_map_at(end - page_size, page_size, protection) == -EEXIST)
 		return;
 	middle = start + (end - start) / page_size / 2 * page_size;
 	map_zeros(start, middle, protection, page_size);
@@ -441,23 +445,28 @@ static bool is_wiped(const struct rf_area *area)
 	return area->mark == RF_MARK_WIPEONFORK;
 }
 
-/*
- * First, before anything takes VMAs, and what touches in one call: at the limit of VMAs that
- * needs no split.
- */
-static void keep_wiped(const struct rf_areas *areas)
+/* It may be by now, if this is the child of a fork in the middle of another one's marking. */
+static bool may_be_wiped(const struct rf_area *area)
+{
+	return is_wiped(area) || area->finds == RF_FINDS_ZEROS;
+}
+
+/* What touches in one call: at the limit of VMAs that needs no split. Was any refused? */
+static bool keep_wiped(const struct rf_areas *areas)
 {
 	const struct rf_area *area = areas->areas, *last = area + areas->count;
+	bool refused = false;
 	uintptr_t start;
 
 	for (; area < last; area++) {
-		if (!is_wiped(area))
+		if (!may_be_wiped(area))
 			continue;
 		start = area->start;
-		while (area + 1 < last && is_wiped(area + 1) && area[1].start == area->end)
+		while (area + 1 < last && may_be_wiped(area + 1) && area[1].start == area->end)
 			area++;
-		(void)rf_sys_madvise(start, area->end - start, MADV_KEEPONFORK);
+		refused |= rf_sys_madvise(start, area->end - start, MADV_KEEPONFORK) < 0;
 	}
+	return refused;
 }
 
 void rf_child_list_apply(const struct rf_child_list *list, enum rf_child_of how)
@@ -468,7 +477,9 @@ void rf_child_list_apply(const struct rf_child_list *list, enum rf_child_of how)
 
 	if (!areas || !areas->count)
 		return;
-	keep_wiped(areas);
+	/* First, before anything takes VMAs. Twice: the others may have made room. */
+	if (keep_wiped(areas))
+		(void)keep_wiped(areas);
 	if (how == RF_CHILD_OF_CLONE)
 		return;
 	page_size = rf_sys_page_size();

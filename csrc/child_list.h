@@ -81,7 +81,7 @@ static inline int rf_child_list_reserve(struct rf_child_list *list, uint64_t are
 
 /*
  * Show what a child made from now on is to find. [@start, @end) is about to be marked as
- * well. What cannot be read is reserved instead. -ENOMEM: nothing is shown.
+ * well. What cannot be read is reserved instead. -ENOMEM: what was shown before is shown.
  */
 int rf_child_list_make(struct rf_child_list *list, struct rf_tracker *tracker, uintptr_t start,
 		       uintptr_t end);

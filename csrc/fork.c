@@ -81,7 +81,7 @@ static void prepare(void)
 	engine->forks++;
 	if (engine->mode == RF_MODE_EAGER)
 		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
-	rf_prefork(&engine->tracker, &engine->registry);
+	rf_prefork(&engine->tracker, &engine->registry, &engine->list);
 	here.prepared = rf_child_list_make(&engine->list, &engine->tracker, 0, 0) >= 0;
 	if (rf_has_hooks())
 		rf_hooks.prepared(began);

@@ -6,9 +6,7 @@
 /* How many ranges a release may look at in search of what is to be unmarked. */
 #define LOOKED_AT 64
 
-static const struct rf_change unmark = {
-	.remark = true, .mark = RF_MARK_NONE, .clear = RF_RANGE_RETRY
-};
+static const struct rf_change unmark = { .remark = true, .clear = RF_RANGE_RETRY };
 
 static bool is_marked(const struct rf_range *range)
 {

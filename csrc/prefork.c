@@ -26,6 +26,7 @@ struct batch {
 	struct iovec runs[BATCH];
 	unsigned int count;
 	unsigned int refused;
+	bool may_wipe;
 	bool full;		/* the kernel grants no more VMAs */
 };
 
@@ -87,7 +88,7 @@ static bool has_budget_for(const struct rf_tracker *tracker, uint8_t best)
 
 /* What there is to do, found in one walk. */
 struct survey {
-	bool unasked, shared, doubted, otherwise;
+	bool unasked, shared, doubted, otherwise, wiped;
 	uint64_t due;		/* runs, at most */
 };
 
@@ -104,6 +105,8 @@ static struct survey survey(const struct rf_tracker *tracker)
 		found.doubted |= is_due_and_marked(range);
 		found.otherwise |= is_marked_otherwise(range) &&
 				   has_budget_for(tracker, (uint8_t)rf_range_best_mark(range));
+		found.wiped |= range->mark != RF_MARK_WIPEONFORK &&
+			       rf_range_best_mark(range) == RF_MARK_WIPEONFORK;
 		if (!is_due_and_unmarked(range))
 			continue;
 		found.due += range->start != end;
@@ -282,7 +285,7 @@ static void mark_due(struct rf_tracker *tracker, struct batch *batch, size_t nby
 		if (run.end - run.start < nbytes)
 			continue;
 		taken += 2;
-		if (run.best == RF_MARK_WIPEONFORK) {
+		if (run.best == RF_MARK_WIPEONFORK && batch->may_wipe) {
 			mark_run(tracker, batch, &run);
 			continue;
 		}
@@ -296,10 +299,10 @@ static void mark_due(struct rf_tracker *tracker, struct batch *batch, size_t nby
 	flush(tracker, batch);
 }
 
-static void mark_all_due(struct rf_tracker *tracker, uint64_t runs)
+static void mark_all_due(struct rf_tracker *tracker, uint64_t runs, bool may_wipe)
 {
 	const bool fits = 2 * runs + tracker->ranges.mark_edges <= tracker->vma_budget;
-	struct batch batch = { .count = 0 };
+	struct batch batch = { .may_wipe = may_wipe };
 	size_t step;
 
 	for (step = fits ? STEPS - 1 : 0; step < STEPS; step++)
@@ -317,9 +320,10 @@ static void exchange_marks(struct rf_tracker *tracker)
 			(void)rf_marks_exchange(tracker, &run);
 }
 
-static void walk(struct rf_tracker *tracker, bool marking)
+static void walk(struct rf_tracker *tracker, struct rf_child_list *list)
 {
 	struct survey found = survey(tracker);
+	bool may_wipe;
 
 	if (found.unasked) {
 		ask_unasked(tracker);
@@ -327,14 +331,15 @@ static void walk(struct rf_tracker *tracker, bool marking)
 	}
 	if (found.shared)
 		unmark_shared(tracker);
-	if (!marking)
+	if (!list)
 		return;
+	may_wipe = !found.wiped || rf_child_list_make(list, tracker, 0, UINTPTR_MAX) >= 0;
 	if (found.doubted)
 		mark_doubted(tracker);
-	if (found.otherwise)
+	if (found.otherwise && may_wipe)
 		exchange_marks(tracker);
 	if (found.due)
-		mark_all_due(tracker, found.due);
+		mark_all_due(tracker, found.due, may_wipe);
 	/* What the kernel has refused is tried again by the next fork. */
 	if (found.doubted || found.otherwise || found.due)
 		found = survey(tracker);
@@ -378,7 +383,8 @@ static void mark_again(struct rf_tracker *tracker)
 
 /* ---- All of it ---- */
 
-void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry)
+void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry,
+		struct rf_child_list *list)
 {
 	struct survey found;
 
@@ -397,7 +403,7 @@ void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry)
 		return;
 	}
 	count_listed(tracker, registry);
-	walk(tracker, true);
+	walk(tracker, list);
 	rf_vma_close(&tracker->reader);
 }
 
@@ -405,6 +411,6 @@ void rf_prefork_settle(struct rf_tracker *tracker)
 {
 	if (!tracker->dirty || rf_vma_open(&tracker->reader) < 0)
 		return;
-	walk(tracker, false);
+	walk(tracker, NULL);
 	rf_vma_close(&tracker->reader);
 }

@@ -9,7 +9,7 @@
 #ifndef RF_PREFORK_H
 #define RF_PREFORK_H
 
-#include "tracker.h"
+#include "child_list.h"
 
 /* Count what is listed and was not: its pages are marked. */
 void rf_prefork_count_all_waiting(struct rf_tracker *tracker, struct rf_registry *registry);
@@ -21,8 +21,12 @@ static inline void rf_prefork_count_waiting(struct rf_tracker *tracker,
 		rf_prefork_count_all_waiting(tracker, registry);
 }
 
-/* Count all listed slots, unlist them, and mark what is due. */
-void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry);
+/*
+ * Count all listed slots, unlist them, and mark what is due. Pages are wiped only once @list
+ * shows them: another thread may be about to make its child, which must make the mark its own.
+ */
+void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry,
+		struct rf_child_list *list);
 
 /* Ask what is not known of the counted ranges, and unmark what is shared. */
 void rf_prefork_settle(struct rf_tracker *tracker);

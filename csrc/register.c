@@ -167,6 +167,8 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 	rc = rf_registry_reserve(&engine->registry);
 	if (rf_likely(rc >= 0))
 		rc = rf_tracker_reserve(&engine->tracker, engine->registry.live + 1);
+	if (rf_likely(rc >= 0))
+		rc = rf_child_list_reserve(&engine->list, engine->tracker.ranges.capacity, 0);
 	if (rf_unlikely(rc < 0)) {
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;

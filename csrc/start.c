@@ -77,7 +77,8 @@ static int start_alone(enum rf_mode mode, bool any, bool distrusted, struct rf_e
 	if (mode == RF_MODE_AUTO)
 		mode = trusted ? RF_MODE_LAZY : RF_MODE_EAGER;
 	if (rf_registry_reserve(&engine->registry) < 0 ||
-	    rf_tracker_reserve(&engine->tracker, 1) < 0) {
+	    rf_tracker_reserve(&engine->tracker, 1) < 0 ||
+	    rf_child_list_reserve(&engine->list, engine->tracker.ranges.capacity, 0) < 0) {
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}

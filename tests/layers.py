@@ -19,15 +19,10 @@ ROOT = Path(__file__).resolve().parents[1] / "csrc"
 UPPER = "preload/"
 CFLAGS = shlex.split("-std=gnu11 -O0 -DNDEBUG -fPIC -pthread")
 DOOR = "rf_hooks"
-# Headers that several .c files share, and nobody else reads.
-PARTS = {"advise_internal": "advise", "ranges_internal": "ranges"}
-# TEMPORARY: circles that the engine's next shape is to break. Nothing is ever added.
-KNOWN = {"includes": [], "calls": [{"advise", "release"}]}
 
 
 def name_of(path):
-    name = str(path.relative_to(ROOT).with_suffix(""))
-    return PARTS.get(name, name)
+    return str(path.relative_to(ROOT).with_suffix(""))
 
 
 def included(sources):
@@ -107,15 +102,10 @@ def draw(what, graph):
     return [part for part in parts if len(part) > 1]
 
 
-def problems(what, graph, known=()):
-    circles = draw(what, graph)
-    for circle in circles:
-        if set(circle) not in known:
-            among = (f"{a} -> {b}" for a in circle for b in sorted(graph[a] & set(circle)))
-            yield f"{what}: a circle: {', '.join(among)}"
-    for circle in known:
-        if circle not in map(set, circles):
-            yield f"{what}: {sorted(circle)} is no circle any more: strike it out"
+def problems(what, graph):
+    for circle in draw(what, graph):
+        among = (f"{a} -> {b}" for a in circle for b in sorted(graph[a] & set(circle)))
+        yield f"{what}: a circle: {', '.join(among)}"
     for name, targets in sorted(graph.items()):
         for target in sorted(targets):
             if target.startswith(UPPER) > name.startswith(UPPER):
@@ -130,7 +120,7 @@ def main():
     for graph in graphs.values():
         for name, targets in graph.items():
             targets.discard(name)
-    found = [line for what, graph in graphs.items() for line in problems(what, graph, KNOWN[what])]
+    found = [line for what, graph in graphs.items() for line in problems(what, graph)]
     print(*found, sep="\n", end="\n" if found else "")
     return bool(found)
 

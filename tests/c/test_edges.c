@@ -398,7 +398,7 @@ static void room_is_taken_at_the_registration(void)
 			check_empty();
 		}
 	}
-	CHECK(rc == 1 && nth > 3);
+	CHECK(rc == 1 && nth > 2);
 	check_release(handle);
 	check_empty();
 }

@@ -247,7 +247,7 @@ static void before_fold_mixed(void)
 static int act_fold(void)
 {
 	CHECK(rf_enter(0) == 0);
-	rf_prefork(&rf_engine.tracker, &rf_engine.registry);
+	rf_prefork(&rf_engine.tracker, &rf_engine.registry, &rf_engine.list);
 	rf_leave();
 	return 0;
 }

@@ -2,7 +2,8 @@
 /* What a child gets: nothing, zeros, or a copy. */
 #define _GNU_SOURCE
 #include "check.h"
-#include "engine.h"
+#include "fork.h"
+#include "prefork.h"
 
 #include <fcntl.h>
 #include <signal.h>
@@ -455,6 +456,68 @@ static void a_child_at_the_kernels_limit_unmarks_them_together(void)
 	check_empty();
 }
 
+/* What the child writes where it found zeros is there for its own children. */
+static void check_zeros_are_its_own(pid_t pid, char *memory)
+{
+	if (!pid) {
+		(void)rf_generation();
+		memory[0] = 9;
+		CHECK(child_finds(memory) == 9);
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+}
+
+/* Another thread may be in the middle of its own fork's marking. */
+static void zeros_are_a_child_s_own_before_the_next_list_is_made(void)
+{
+	char *memory = check_map(4);
+	struct rf_handle handle;
+
+	start(RF_MODE_LAZY);
+	handle = take(memory, 4 * check_page, RF_WIPE);
+	CHECK(rf_enter(0) == 0);
+	rf_prefork(&rf_engine.tracker, &rf_engine.registry, &rf_engine.list);
+	rf_leave();
+	CHECK(check_flags(memory) & CHECK_WF);
+	check_zeros_are_its_own((pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL), memory);
+	check_release(handle);
+	check_empty();
+}
+
+/* A fork that finds no memory leaves no mark to its child. */
+static void zeros_are_a_child_s_own_whatever_fails(void)
+{
+	char *memory = check_map(4);
+	struct rf_handle handle;
+	unsigned long nth, faults = 0, seen;
+	pid_t pid;
+
+	start(RF_MODE_LAZY);
+	memset(memory, 7, 4 * check_page);
+	for (nth = 1; nth < 30; nth++) {
+		handle = take(memory, 4 * check_page, RF_WIPE);
+		seen = rf_sys_faults();
+		rf_sys_fail(nth, ENOMEM);
+		pid = fork();
+		if (!pid) {
+			rf_sys_fail(0, 0);
+			signal(SIGSEGV, SIG_DFL);
+			memory[0] = 9;
+			CHECK(child_finds(memory) == 9);
+			_exit(0);
+		}
+		rf_sys_fail(0, 0);
+		faults += rf_sys_faults() - seen;
+		CHECK(check_wait(pid) == 0, "call %lu", nth);
+		check_fork();
+		check_release(handle);
+		check_fork();
+		check_empty();
+	}
+	CHECK(faults > 2, "%lu", faults);
+}
+
 static void a_child_starts_from_nothing(void)
 {
 	char *memory = check_map(2);
@@ -503,6 +566,8 @@ int main(int argc, char **argv)
 		SCENARIO(omit_comes_before_wipe_before_keep),
 		SCENARIO(a_failure_changes_nothing),
 		SCENARIO(wiping_keeps_to_the_budget),
+		SCENARIO(zeros_are_a_child_s_own_before_the_next_list_is_made),
+		SCENARIO(zeros_are_a_child_s_own_whatever_fails),
 		SCENARIO(a_child_starts_from_nothing),
 		SCENARIO(children_unmark_any_number_of_them),
 		SCENARIO(a_mark_that_waits_is_unmarked_in_a_child),

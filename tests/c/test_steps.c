@@ -95,7 +95,7 @@ static void release_one(void)
 static void fold(void)
 {
 	if (rf_enter(0) == 0) {
-		rf_prefork(&rf_engine.tracker, &rf_engine.registry);
+		rf_prefork(&rf_engine.tracker, &rf_engine.registry, &rf_engine.list);
 		rf_leave();
 	}
 }

@@ -210,7 +210,7 @@ struct rf_change {
 	uint8_t set, clear;	/* flags */
 	bool tried;		/* in vain, to unmark it */
 	bool remark, rename;	/* do the next two count? */
-	uint8_t mark;		/* with .count: -1 of what nobody counts then, 1 of what bears none */
+	uint8_t mark;		/* counting: of what bears none; discounting: of what is left */
 	uint8_t nature;
 };
 

@@ -352,7 +352,8 @@ int rf_child_list_make(struct rf_child_list *list, struct rf_tracker *tracker, u
 		       uintptr_t end)
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
-	struct rf_areas *shown = list->shown;
+	const bool mapped_anew = list->mapped_anew;
+	struct rf_areas *shown;
 	int rc;
 
 	if (start >= end && !list->mapped_anew && list->version == ranges->version)
@@ -366,9 +367,15 @@ int rf_child_list_make(struct rf_child_list *list, struct rf_tracker *tracker, u
 		}
 	}
 	rc = fill_spare(list, tracker, start, end);
-	/* What is shown stays: it names each mark that a child must make its own. */
-	if (rc < 0)
+	if (rf_unlikely(rc < 0)) {
+		/*
+		 * What is shown stays: it may be for a fork that was prepared with it and is under
+		 * way, and it names each mark that a child must make its own.
+		 */
+		list->mapped_anew |= mapped_anew;
+		list->version = UINT64_MAX;
 		return rc;
+	}
 	shown = list->shown;
 	list->version = ranges->version;
 	__atomic_store_n(&list->shown, list->spare, __ATOMIC_RELEASE);

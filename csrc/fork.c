@@ -53,6 +53,16 @@ static __thread struct {
 	uint64_t number;	/* of that to rf_vma_close_inherited() */
 } here __attribute__((tls_model("initial-exec")));
 
+static int show_list(struct rf_engine *engine)
+{
+	int rc = rf_child_list_make(&engine->list, &engine->tracker, 0, 0);
+
+	if (rf_likely(rc >= 0))
+		return rc;
+	rf_prefork_leave_given_back(&engine->tracker);
+	return rf_child_list_make(&engine->list, &engine->tracker, 0, 0);
+}
+
 static void prepare(void)
 {
 	struct rf_engine *engine = &rf_engine;
@@ -82,7 +92,7 @@ static void prepare(void)
 	if (engine->mode == RF_MODE_EAGER)
 		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
 	rf_prefork(&engine->tracker, &engine->registry, &engine->list);
-	here.prepared = rf_child_list_make(&engine->list, &engine->tracker, 0, 0) >= 0;
+	here.prepared = show_list(engine) >= 0;
 	if (rf_has_hooks())
 		rf_hooks.prepared(began);
 	rf_leave();

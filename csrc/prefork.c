@@ -407,6 +407,24 @@ void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry,
 	rf_vma_close(&tracker->reader);
 }
 
+static bool is_given_back(const struct rf_range *range)
+{
+	return range->mark == RF_MARK_DONTFORK && rf_range_wants_mark(range) &&
+	       rf_range_finds(range) != RF_FINDS_NOTHING;
+}
+
+void rf_prefork_leave_given_back(struct rf_tracker *tracker)
+{
+	struct rf_run run;
+	uintptr_t at;
+
+	if (!rf_tracker_trusts(tracker))
+		return;
+	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_given_back, &run);
+	     at = run.end)
+		rf_marks_leave(tracker, &run);
+}
+
 void rf_prefork_settle(struct rf_tracker *tracker)
 {
 	if (!tracker->dirty || rf_vma_open(&tracker->reader) < 0)

@@ -28,6 +28,12 @@ static inline void rf_prefork_count_waiting(struct rf_tracker *tracker,
 void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry,
 		struct rf_child_list *list);
 
+/*
+ * There is no memory for what a child is to find: what is more than absent there is left to the
+ * kernel, if its copying is trusted.
+ */
+void rf_prefork_leave_given_back(struct rf_tracker *tracker);
+
 /* Ask what is not known of the counted ranges, and unmark what is shared. */
 void rf_prefork_settle(struct rf_tracker *tracker);
 

@@ -258,6 +258,48 @@ static void whoever_comes_out_of_nested_forks_gives_pages_back(void)
 		_exit(0);
 }
 
+#define CROWD 64
+
+static void register_without_memory(void)
+{
+	const struct rlimit none = { 0, RLIM_INFINITY }, any = { RLIM_INFINITY, RLIM_INFINITY };
+	struct rf_handle handle;
+	struct rf_error error;
+	size_t i;
+	int rc = 1;
+
+	CHECK(!setrlimit(RLIMIT_AS, &none));
+	for (i = 0; rc == 1 && i < CROWD; i++)
+		rc = rf_register(early_memory + 2 * i * check_page + 100, check_page, RF_HELD,
+				 RF_OMIT, &handle, &error);
+	CHECK(!setrlimit(RLIMIT_AS, &any));
+	CHECK(rc == -ENOMEM && error.cause == RF_CAUSE_ENGINE_MEMORY, "%zu: %d, cause %d", i, rc,
+	      error.cause);
+}
+
+/* The fork under way was prepared before it. */
+static void a_registration_in_the_window_that_fails_changes_nothing(void)
+{
+	char *memory = check_map(2);
+	struct rf_handle handle;
+	pid_t child;
+
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
+	early_memory = check_map(2 * CROWD);
+	memory[0] = 7;
+	handle = check_register(memory + 100, check_page, RF_HELD);
+	inside[0] = register_without_memory;
+	child = fork();
+	CHECK(child >= 0);
+	if (!child) {
+		signal(SIGSEGV, SIG_DFL);
+		_exit(memory[0]);
+	}
+	CHECK(check_wait(child) == 7);
+	check_release(handle);
+}
+
 static void a_fork_that_fails_shuts_the_window(void)
 {
 	struct rlimit none = { 0, 0 };
@@ -490,6 +532,7 @@ int main(int argc, char **argv)
 		SCENARIO(shared_memory_in_the_window_lazy),
 		SCENARIO(a_fork_within_a_fork_shuts_the_window),
 		SCENARIO(whoever_comes_out_of_nested_forks_gives_pages_back),
+		SCENARIO(a_registration_in_the_window_that_fails_changes_nothing),
 		SCENARIO(a_fork_that_fails_shuts_the_window),
 		SCENARIO(errno_passes_through_the_handlers),
 		SCENARIO(errno_passes_through_everything),

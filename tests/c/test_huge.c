@@ -3,6 +3,9 @@
 #include "check.h"
 #include "engine.h"
 
+#include <signal.h>
+#include <sys/resource.h>
+
 static void huge_pages_go_whole(void)
 {
 	char *memory = check_map_huge(3, MAP_PRIVATE);
@@ -36,6 +39,34 @@ static void huge_pages_go_whole(void)
 		CHECK(!(check_flags(memory + CHECK_HUGE) & CHECK_DC));
 		check_empty();
 	}
+}
+
+/* Nothing can be saved for the child, so the kernel copies. */
+static void without_memory_partial_huge_pages_are_the_kernels(void)
+{
+	const struct rlimit none = { 0, RLIM_INFINITY }, any = { RLIM_INFINITY, RLIM_INFINITY };
+	char *memory = check_map_huge(2, MAP_PRIVATE);
+	struct rf_handle handle;
+	pid_t child;
+
+	check_needs_lazy();
+	check_start(RF_MODE_LAZY);
+	memset(memory, 7, 2 * CHECK_HUGE);
+	handle = check_register(memory + CHECK_HUGE + 100, 64, RF_HELD);
+	CHECK(!setrlimit(RLIMIT_AS, &none));
+	child = fork();
+	CHECK(child >= 0);
+	if (!child) {
+		signal(SIGSEGV, SIG_DFL);
+		_exit(memory[CHECK_HUGE]);
+	}
+	CHECK(!setrlimit(RLIMIT_AS, &any));
+	CHECK(check_wait(child) == 7);
+	check_sound();
+	check_fork();
+	CHECK(check_flags(memory + CHECK_HUGE) & CHECK_DC);
+	check_release(handle);
+	check_empty();
 }
 
 static void huge_pages_wait_for_the_fork(void)
@@ -223,6 +254,7 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO_HUGE(marks_that_others_take_from_huge_pages_are_back_too),
 		SCENARIO_HUGE(huge_pages_go_whole),
+		SCENARIO_HUGE(without_memory_partial_huge_pages_are_the_kernels),
 		SCENARIO_HUGE(huge_pages_wait_for_the_fork),
 		SCENARIO_HUGE(mixed_pages_asked_by_query),
 		SCENARIO_HUGE(mixed_pages_asked_by_text),

@@ -6,7 +6,7 @@
 /* How many ranges a release may look at in search of what is to be unmarked. */
 #define LOOKED_AT 64
 
-static const struct rf_change unmark = { .remark = true, .clear = RF_RANGE_RETRY };
+static const struct rf_change unmark = { .remark = true, .clear = RF_RANGE_TO_UNMARK };
 
 static bool is_marked(const struct rf_range *range)
 {
@@ -40,7 +40,7 @@ static void clear_partly_set(struct rf_tracker *tracker, const struct rf_run *ru
 
 int rf_marks_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark)
 {
-	const struct rf_change made = { .remark = true, .mark = mark, .clear = RF_RANGE_DUE };
+	const struct rf_change made = rf_marks_made(mark);
 	int rc;
 
 	rf_marks_announce(tracker, run->start, run->end);
@@ -54,7 +54,7 @@ int rf_marks_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t m
 
 int rf_marks_exchange(struct rf_tracker *tracker, const struct rf_run *run)
 {
-	const struct rf_change made = { .remark = true, .mark = run->best, .clear = RF_RANGE_DUE };
+	const struct rf_change made = rf_marks_made(run->best);
 	int rc = rf_marks_call(tracker, run->start, run->end, rf_marks_advice(run->best));
 
 	if (rc >= 0)

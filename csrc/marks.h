@@ -32,6 +32,14 @@ static inline void rf_marks_announce(struct rf_tracker *tracker, uintptr_t start
 	tracker->announced_end = end;
 }
 
+/* What becomes of pages that have been marked because they want that. */
+static inline struct rf_change rf_marks_made(uint8_t mark)
+{
+	return (struct rf_change){ .remark = true,
+				   .mark = mark,
+				   .clear = RF_RANGE_DUE | RF_RANGE_TO_UNMARK };
+}
+
 /* The advice that makes a mark, and the one that takes it back. */
 static inline int rf_marks_advice(uint8_t mark)
 {

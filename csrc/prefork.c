@@ -224,9 +224,7 @@ static void mark_run(struct rf_tracker *tracker, struct batch *batch, const stru
 
 static void note_marked(struct rf_tracker *tracker, const struct iovec *run)
 {
-	const struct rf_change made = {
-		.remark = true, .mark = RF_MARK_DONTFORK, .clear = RF_RANGE_DUE
-	};
+	const struct rf_change made = rf_marks_made(RF_MARK_DONTFORK);
 	const uintptr_t start = (uintptr_t)run->iov_base;
 
 	rf_ranges_change(&tracker->ranges, start, start + run->iov_len, &made);

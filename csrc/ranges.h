@@ -87,6 +87,9 @@ struct rf_range {
 	uint8_t tries;		/* to unmark it */
 };
 
+/* What is said of a mark that is to go: it says nothing of one that is made. */
+#define RF_RANGE_TO_UNMARK (RF_RANGE_RETRY | RF_RANGE_STUCK)
+
 /* What the kernel refuses so often, for another reason than the number of mappings, stays. */
 #define RF_RANGE_TRIES	8
 

@@ -4,7 +4,8 @@
  * mapped anew, shared memory.
  */
 #include "check.h"
-#include "engine.h"
+#include "fork.h"
+#include "prefork.h"
 
 static struct rf_error error;
 
@@ -349,9 +350,51 @@ static void marks_that_others_take_away_are_back_at_the_fork(void)
 	check_empty();
 }
 
+/*
+ * What could not be unmarked while it was shared memory is wanted once other memory is
+ * mapped and registered there: nothing tries to unmark that.
+ */
+static void a_mark_that_is_wanted_again_is_not_taken_away(void)
+{
+	char *memory = check_map(8), *at = memory + 2 * check_page;
+	struct rf_handle unheld, held, other;
+	const struct rf_range *range;
+	unsigned int retried = 0;
+	unsigned long nth;
+
+	check_start(RF_MODE_EAGER);
+	for (nth = 1; nth < 20; nth++) {
+		CHECK(mmap(at, check_page, PROT_READ | PROT_WRITE,
+			   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at);
+		unheld = check_register(at, check_page, 0);
+		rf_sys_fail_from(nth, ENOMEM);
+		CHECK(rf_enter(0) == 0);
+		rf_prefork(&rf_engine.tracker, &rf_engine.registry);
+		rf_leave();
+		rf_sys_fail(0, 0);
+		range = rf_ranges_find(&rf_engine.tracker.ranges, (uintptr_t)at);
+		retried += range && range->flags & RF_RANGE_RETRY;
+		CHECK(mmap(at, check_page, PROT_READ | PROT_WRITE,
+			   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at);
+		held = check_register(at, check_page, RF_HELD);
+		CHECK(check_marked(at, 1) == 1);
+		other = check_register(memory + 5 * check_page, check_page, RF_HELD);
+		check_release(other);
+		CHECK(check_marked(at, 1) == 1, "call %lu", nth);
+		check_fork();
+		CHECK(check_marked(at, 1) == 1, "call %lu", nth);
+		check_release(unheld);
+		check_release(held);
+		CHECK(check_marked(memory, 8) == 0);
+		check_empty();
+	}
+	CHECK(retried);
+}
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
+		SCENARIO(a_mark_that_is_wanted_again_is_not_taken_away),
 		SCENARIO(eager_marks_before_returning),
 		SCENARIO(only_pages_filled_are_marked),
 		SCENARIO(whole_edges_mark_all_pages_touched),

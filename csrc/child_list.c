@@ -66,6 +66,7 @@ struct collection {
 	struct rf_child_list *list;
 	struct rf_tracker *tracker;
 	bool open;		/* the reader */
+	bool mapped_anew;	/* as of the list, which others read as this goes on */
 	struct rf_area last;	/* may go on */
 };
 
@@ -123,7 +124,7 @@ static int append_mapped(struct collection *to, struct rf_area area)
 	const uint8_t finds = area.finds;
 	int rc = 0;
 
-	to->list->mapped_anew = true;
+	to->mapped_anew = true;
 	if (!to->open)
 		to->open = rf_vma_open(&to->tracker->reader) >= 0;
 	for (; rc >= 0 && area.start < end; area.start = area.end) {
@@ -321,7 +322,7 @@ static void choose_reserved(struct rf_areas *areas)
 /* ---- All of it ---- */
 
 static int fill_spare(struct rf_child_list *list, struct rf_tracker *tracker, uintptr_t start,
-		      uintptr_t end)
+		      uintptr_t end, bool *mapped_anew)
 {
 	struct collection to = { .list = list, .tracker = tracker };
 	int rc;
@@ -331,8 +332,8 @@ static int fill_spare(struct rf_child_list *list, struct rf_tracker *tracker, ui
 		return -ENOMEM;
 	list->spare->count = 0;
 	list->spare->used = header(0);
-	list->mapped_anew = false;
 	rc = collect(&to, start, end);
+	*mapped_anew = to.mapped_anew;
 	if (to.open)
 		rf_vma_close(&tracker->reader);
 	if (rc >= 0)
@@ -352,8 +353,8 @@ int rf_child_list_make(struct rf_child_list *list, struct rf_tracker *tracker, u
 		       uintptr_t end)
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
-	const bool mapped_anew = list->mapped_anew;
 	struct rf_areas *shown;
+	bool mapped_anew;
 	int rc;
 
 	if (start >= end && !list->mapped_anew && list->version == ranges->version)
@@ -366,18 +367,18 @@ int rf_child_list_make(struct rf_child_list *list, struct rf_tracker *tracker, u
 			return 0;
 		}
 	}
-	rc = fill_spare(list, tracker, start, end);
+	rc = fill_spare(list, tracker, start, end, &mapped_anew);
 	if (rf_unlikely(rc < 0)) {
 		/*
 		 * What is shown stays: it may be for a fork that was prepared with it and is under
 		 * way, and it names each mark that a child must make its own.
 		 */
-		list->mapped_anew |= mapped_anew;
 		list->version = UINT64_MAX;
 		return rc;
 	}
 	shown = list->shown;
 	list->version = ranges->version;
+	__atomic_store_n(&list->mapped_anew, mapped_anew, __ATOMIC_RELAXED);
 	__atomic_store_n(&list->shown, list->spare, __ATOMIC_RELEASE);
 	list->spare = shown;
 	return 0;
@@ -537,7 +538,7 @@ void rf_child_list_clear(struct rf_child_list *list)
 	__atomic_store_n(&list->shown, NULL, __ATOMIC_RELEASE);
 	list->spare = NULL;
 	list->version = UINT64_MAX;
-	list->mapped_anew = false;
+	__atomic_store_n(&list->mapped_anew, false, __ATOMIC_RELAXED);
 	list->room = 0;
 	list->room_bytes = 0;
 	if (spare)

@@ -56,7 +56,7 @@ struct rf_child_list {
 	struct rf_areas *shown, *spare;	/* or NULL */
 	uint64_t room, room_bytes;	/* areas and bytes there is room for in both */
 	uint64_t version;		/* of the ranges that are shown */
-	bool mapped_anew;		/* some area depends on more than that */
+	bool mapped_anew;		/* some area depends on more than that; atomic */
 	struct iovec from[RF_LIST_BATCH]; /* not on the stack, which may be a signal handler's */
 };
 

@@ -106,7 +106,8 @@ static void parent(void)
 	rf_loader_gate_forked();
 	rf_window_shut();
 	/* As others fork, the next of them does it. */
-	if (rf_likely(!engine->list.mapped_anew) || rf_enter(RF_NOWAIT) < 0)
+	if (rf_likely(!__atomic_load_n(&engine->list.mapped_anew, __ATOMIC_RELAXED)) ||
+	    rf_enter(RF_NOWAIT) < 0)
 		return;
 	if (!rf_window_is_open())
 		rf_child_list_trim(&engine->list);

@@ -646,8 +646,12 @@ void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uint
 	ranges->version++;
 	ranges->retry |= change->set & RF_RANGE_RETRY;
 	ranges->leftover |= change->count < 0 && !change->remark;
-	if (rf_unlikely(!ranges->leaf_count))
+	if (rf_unlikely(!ranges->leaf_count)) {
+		/* There may be no room yet, either. */
+		if (change->count <= 0)
+			return;
 		leaf_insert(ranges, 0, start);
+	}
 	if (rf_likely(change->count) && change_alone(ranges, cursor, start, end, change))
 		return;
 	while (start < end) {

@@ -7,6 +7,7 @@
 #include "hooks.h"
 #include "loader_gate.h"
 #include "marks.h"
+#include "opened.h"
 #include "prefork.h"
 #include "window.h"
 
@@ -51,6 +52,7 @@ static __thread struct {
 	int depth;
 	bool prepared;		/* the list is of the last of them */
 	uint64_t number;	/* of that to rf_vma_close_inherited() */
+	uint64_t pipes;		/* rf_sys_copying_pipes() when it was prepared */
 } here __attribute__((tls_model("initial-exec")));
 
 static int show_list(struct rf_engine *engine)
@@ -75,6 +77,7 @@ static void prepare(void)
 		rf_hooks.prepare();
 	rf_window_open();
 	here.number = rf_vma_fork();
+	here.pipes = rf_sys_copying_pipes();
 	rf_loader_gate_fork();
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
 		return;
@@ -85,6 +88,7 @@ static void prepare(void)
 		 */
 		__atomic_add_fetch(&engine->forks_unprepared, 1, __ATOMIC_RELAXED);
 		here.number = 0;
+		here.pipes = UINT64_MAX;
 		rf_marks_drop_shared(&engine->tracker);
 		return;
 	}
@@ -95,6 +99,8 @@ static void prepare(void)
 	here.prepared = show_list(engine) >= 0;
 	if (rf_has_hooks())
 		rf_hooks.prepared(began);
+	/* Those of this fork are closed. */
+	here.pipes = rf_sys_copying_pipes();
 	rf_leave();
 }
 
@@ -122,8 +128,11 @@ static void child(void)
 	here.depth--;
 	here.prepared = false;
 	/* An interrupted call goes on here, and closes what it has opened. */
-	if (!rf_lock_is_mine(&rf_engine.lock))
+	if (!rf_lock_is_mine(&rf_engine.lock)) {
 		rf_vma_close_inherited(here.number);
+		if (here.pipes & 1 || here.pipes != rf_sys_copying_pipes())
+			rf_opened_close_copying_pipes();
+	}
 	if (rf_has_hooks())
 		rf_hooks.child();
 	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */

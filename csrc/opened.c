@@ -56,3 +56,30 @@ void rf_opened_list(void (*look)(void *data, int fd, const char *target), void *
 	}
 	rf_sys_close(directory);
 }
+
+static void name_if_copying(void *data, int fd, const char *target)
+{
+	char *name = data;
+
+	if (!*name && rf_opened_begins(target, "pipe:[") && rf_sys_is_copying_pipe(fd) > 0)
+		strcpy(name, target);
+}
+
+static void close_if_named(void *data, int fd, const char *target)
+{
+	if (!strcmp(target, data))
+		rf_sys_close(fd);
+}
+
+void rf_opened_close_copying_pipes(void)
+{
+	/* As long as @target is, above. */
+	char name[64];
+
+	do {
+		*name = '\0';
+		rf_opened_list(name_if_copying, name);
+		if (*name)
+			rf_opened_list(close_if_named, name);
+	} while (*name);
+}

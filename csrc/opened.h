@@ -17,4 +17,7 @@ bool rf_opened_begins(const char *text, const char *with);
  */
 void rf_opened_list(void (*look)(void *data, int fd, const char *target), void *data);
 
+/* Close both ends of the pipes through which another thread copied as this child was made. */
+void rf_opened_close_copying_pipes(void);
+
 #endif

@@ -173,16 +173,6 @@ int rf_sys_map_at(uintptr_t start, size_t nbytes, int protection)
 	return mapped_at(rc, &memory);
 }
 
-ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count)
-{
-	ssize_t rc;
-
-	RETURN_IF_INJECTED();
-	/* Of a main thread that has ended the pid has no memory. */
-	KERNEL(rc, process_vm_readv((pid_t)syscall(SYS_gettid), to, 1, from, count, 0));
-	return rc;
-}
-
 int rf_sys_map_over(uintptr_t start, size_t nbytes)
 {
 	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
@@ -215,13 +205,18 @@ int rf_sys_open(const char *path, int access)
 	return rc;
 }
 
-int rf_sys_pipe(int fds[2])
+static int open_pipe(int fds[2], int flags)
 {
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, pipe2(fds, O_CLOEXEC | O_NONBLOCK));
+	KERNEL(rc, pipe2(fds, O_CLOEXEC | O_NONBLOCK | flags));
 	return rc;
+}
+
+int rf_sys_pipe(int fds[2])
+{
+	return open_pipe(fds, 0);
 }
 
 int rf_sys_splice_page(int fd, const void *memory, size_t nbytes)
@@ -278,6 +273,89 @@ ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes)
 	}
 	pthread_sigmask(SIG_SETMASK, &before, NULL);
 	errno = saved;
+	return rc;
+}
+
+static ssize_t read_memory(const struct iovec *to, const struct iovec *from, unsigned int count)
+{
+	ssize_t rc;
+
+	RETURN_IF_INJECTED();
+	/* Of a main thread that has ended the pid has no memory. */
+	KERNEL(rc, process_vm_readv((pid_t)syscall(SYS_gettid), to, 1, from, count, 0));
+	return rc;
+}
+
+/* A pipe that takes each write by itself: few programs have one, so ours is known by it. */
+#define PIPE_SIGNATURE O_DIRECT
+#define PIPE_BYTES ((size_t)64 * 1024)
+
+static uint64_t pipes; /* to copy through: how often one was opened or closed */
+
+uint64_t rf_sys_copying_pipes(void)
+{
+	return __atomic_load_n(&pipes, __ATOMIC_SEQ_CST);
+}
+
+int rf_sys_is_copying_pipe(int fd)
+{
+	const int mask = O_ACCMODE | O_NONBLOCK | PIPE_SIGNATURE;
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, fcntl(fd, F_GETFL));
+	return rc < 0 ? rc : (rc & mask) == (O_WRONLY | O_NONBLOCK | PIPE_SIGNATURE);
+}
+
+/* The empty @pipe is empty again afterwards, unless this fails. */
+static ssize_t copy_some(const int pipe[2], char *to, const char *from, size_t nbytes)
+{
+	ssize_t written, done, rc;
+
+	written = rf_sys_write(pipe[1], from, nbytes < PIPE_BYTES ? nbytes : PIPE_BYTES);
+	for (done = 0; done < written; done += rc) {
+		rc = rf_sys_read(pipe[0], to + done, (size_t)(written - done));
+		if (rc <= 0)
+			return rc < 0 ? rc : -EIO;
+	}
+	return written;
+}
+
+/* The kernel reads and writes the memory here too, and says EFAULT where that cannot be. */
+static ssize_t copy_through(const int pipe[2], const struct iovec *to, const struct iovec *from,
+			    unsigned int count)
+{
+	size_t done = 0, at, nbytes;
+	ssize_t rc;
+
+	for (; count && done < to->iov_len; count--, from++) {
+		nbytes = to->iov_len - done;
+		nbytes = from->iov_len < nbytes ? from->iov_len : nbytes;
+		for (at = 0; at < nbytes; at += (size_t)rc, done += (size_t)rc) {
+			rc = copy_some(pipe, (char *)to->iov_base + done,
+				       (const char *)from->iov_base + at, nbytes - at);
+			if (rc <= 0)
+				return done ? (ssize_t)done : rc;
+		}
+	}
+	return (ssize_t)done;
+}
+
+ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count)
+{
+	ssize_t rc = read_memory(to, from, count);
+	int pipe[2];
+
+	if (rf_likely(rc >= 0 || rc == -EFAULT))
+		return rc;
+	/* A sandbox refuses the call itself. Counted around it: a child may be made at any time. */
+	__atomic_add_fetch(&pipes, 1, __ATOMIC_SEQ_CST);
+	if (open_pipe(pipe, PIPE_SIGNATURE) >= 0) {
+		rc = copy_through(pipe, to, from, count);
+		rf_sys_close(pipe[0]);
+		rf_sys_close(pipe[1]);
+	}
+	__atomic_add_fetch(&pipes, 1, __ATOMIC_SEQ_CST);
 	return rc;
 }
 

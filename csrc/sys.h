@@ -58,10 +58,18 @@ int rf_sys_map_over(uintptr_t start, size_t nbytes);
 /* Private zeros, with that protection, where nothing is mapped. -EEXIST: something is. */
 int rf_sys_map_at(uintptr_t start, size_t nbytes, int protection);
 /*
- * Copy from @count stretches of this process's memory to one, faulting at none.
- * Returns the bytes copied, up to the first that cannot be.
+ * Copy from @count stretches of this process's memory to one, faulting at none: by
+ * process_vm_readv(), or through a pipe where a sandbox refuses that. Returns the bytes
+ * copied, up to the first that cannot be. -EFAULT: the first already.
  */
 ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count);
+/*
+ * A number that grows as such a pipe is opened and as it is closed, so it is odd while one
+ * thread has one. A child may inherit that.
+ */
+uint64_t rf_sys_copying_pipes(void);
+/* Does @fd look like the end of one that is written to? */
+int rf_sys_is_copying_pipe(int fd);
 
 #define RF_READ		0
 #define RF_APPEND	1	/* to a file that is there; not waited for */

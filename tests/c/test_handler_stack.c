@@ -4,7 +4,11 @@
 #include "check.h"
 #include "engine.h"
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <signal.h>
+#include <stddef.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 
 #define MOST 2048 /* bytes more than a plain fork() */
@@ -134,12 +138,34 @@ static void a_handler_s_fork_is_small_where_copying_is_untrusted(void)
 	forks_fit(check_best_mode(), false);
 }
 
+static void a_handler_s_fork_is_small_where_copying_is_refused(void)
+{
+	const struct sock_filter filters[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_readv, 1, 0),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_ioctl, 0, 1),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+	};
+	const struct sock_fprog program = { COUNT_OF(filters), (struct sock_filter *)filters };
+	struct rf_kernel kernel;
+
+	distrust_the_kernel_s_copying();
+	/* The kernel is asked before; a sandbox comes later. */
+	rf_kernel_info(&kernel);
+	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) ||
+	    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
+		check_skip("no seccomp filter: %s", strerror(errno));
+	forks_fit(check_best_mode(), true);
+}
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(a_handler_s_fork_is_small),
 		SCENARIO(a_handler_s_fork_is_small_with_maps_as_text),
 		SCENARIO(a_handler_s_fork_is_small_where_copying_is_untrusted),
+		SCENARIO(a_handler_s_fork_is_small_where_copying_is_refused),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

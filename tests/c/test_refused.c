@@ -1,0 +1,322 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * The kernel refuses, once the engine runs, to answer a question or to copy: a seccomp
+ * filter, or no /proc. What a child finds is the same as without.
+ */
+#define _GNU_SOURCE
+#include "check.h"
+#include "engine.h"
+#include "fork.h"
+
+#include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <pthread.h>
+#include <stddef.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+
+static const int refusals[] = { EPERM, ENOSYS, EACCES, ENOMEM };
+
+/* From here on, to this process and its children. */
+static void refuse(unsigned int call, int error)
+{
+	struct sock_filter filters[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (unsigned int)error),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+	};
+	const struct sock_fprog program = { COUNT_OF(filters), filters };
+
+	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) ||
+	    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
+		check_skip("no seccomp filter: %s", strerror(errno));
+}
+
+static void start_untrusted(void)
+{
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
+}
+
+static int open_descriptors(void)
+{
+	int fd, count = 0;
+
+	for (fd = 0; fd < 256; fd++)
+		count += fcntl(fd, F_GETFD) >= 0;
+	return count;
+}
+
+/* Run @test in a child of its own, once for each errno. */
+static void with_each_errno(void (*test)(int error))
+{
+	size_t i;
+	int status;
+	pid_t pid;
+
+	for (i = 0; i < COUNT_OF(refusals); i++) {
+		pid = (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL);
+		CHECK(pid >= 0);
+		if (!pid) {
+			test(refusals[i]);
+			_exit(0);
+		}
+		status = check_wait(pid);
+		/* It has said why it was skipped. */
+		if (status == 77)
+			_exit(status);
+		CHECK(status == 0, "%s: %d", strerror(refusals[i]), status);
+	}
+}
+
+/* ---- Copying ---- */
+
+static bool holds(const char *memory, char byte, size_t nbytes)
+{
+	while (nbytes && *memory == byte)
+		memory++, nbytes--;
+	return !nbytes;
+}
+
+static void bytes_beside_are_given_back_if(int error)
+{
+	char *memory = check_map(64);
+	int before;
+	size_t i;
+	pid_t pid;
+
+	memset(memory, 'x', 64 * check_page);
+	start_untrusted();
+	for (i = 0; i < 16; i++)
+		check_register(memory + (4 * i + 1) * check_page - 100, check_page + 200, 0);
+	refuse(SYS_process_vm_readv, error);
+	before = open_descriptors();
+	pid = fork();
+	if (!pid) {
+		for (i = 0; i < 16; i++) {
+			char *at = memory + 4 * i * check_page;
+
+			CHECK(holds(at, 'x', check_page - 100), "registration %zu", i);
+			CHECK(holds(at + 2 * check_page + 100, 'x', 2 * check_page - 100));
+		}
+		CHECK(open_descriptors() == before);
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	CHECK(open_descriptors() == before);
+}
+
+static void bytes_beside_are_given_back_where_copying_is_refused(void)
+{
+	with_each_errno(bytes_beside_are_given_back_if);
+}
+
+/* The same answers as process_vm_readv() gives, beside memory that cannot be read or written. */
+static void compare_answers(void)
+{
+	const size_t many = 40 * check_page;
+	char *from = check_map(42), *to = check_map(42);
+	struct iovec target = { to, many }, sources[3];
+	const int before = open_descriptors();
+	size_t i;
+
+	for (i = 0; i < many; i++)
+		from[i] = (char)(i * 7 + i / check_page);
+	errno = 77;
+	sources[0] = (struct iovec){ from, many };
+	CHECK(rf_sys_copy(&target, sources, 1) == (ssize_t)many && !memcmp(from, to, many));
+	memset(to, 0, many);
+	sources[0] = (struct iovec){ from + 5, 100 };
+	sources[1] = (struct iovec){ from + check_page - 3, 7 };
+	sources[2] = (struct iovec){ from + 3 * check_page + 1, 17 * check_page };
+	target.iov_len = 107 + 17 * check_page;
+	CHECK(rf_sys_copy(&target, sources, 3) == (ssize_t)target.iov_len);
+	CHECK(!memcmp(to, from + 5, 100) && !memcmp(to + 100, from + check_page - 3, 7));
+	CHECK(!memcmp(to + 107, from + 3 * check_page + 1, 17 * check_page));
+	/* Less room than there is to copy. */
+	target.iov_len = 102;
+	memset(to, 0, many);
+	CHECK(rf_sys_copy(&target, sources, 3) == 102 && !to[102]);
+	/* Up to the first page that cannot be read. */
+	target.iov_len = many;
+	CHECK(!mprotect(from + 2 * check_page, check_page, PROT_NONE));
+	sources[0] = (struct iovec){ from, 4 * check_page };
+	CHECK(rf_sys_copy(&target, sources, 1) == (ssize_t)(2 * check_page));
+	sources[0] = (struct iovec){ from + 2 * check_page + 8, 8 };
+	CHECK(rf_sys_copy(&target, sources, 1) == -EFAULT);
+	check_unmap(from + 2 * check_page, 1);
+	CHECK(rf_sys_copy(&target, sources, 1) == -EFAULT);
+	/* A page that cannot be written: rf_elf_is_relocated() asks so. */
+	CHECK(!mprotect(to, check_page, PROT_READ));
+	target.iov_len = 1;
+	sources[0] = (struct iovec){ to, 1 };
+	CHECK(rf_sys_copy(&target, sources, 1) == -EFAULT);
+	CHECK(errno == 77 && open_descriptors() == before);
+}
+
+static void a_copy_answers_the_same_where_it_is_refused(void)
+{
+	compare_answers();
+	refuse(SYS_process_vm_readv, EPERM);
+	compare_answers();
+}
+
+static void without_descriptors_a_copy_is_refused(void)
+{
+	char from[8] = "from", to[8] = "";
+	struct iovec target = { to, 8 }, source = { from, 8 };
+	int fd;
+
+	refuse(SYS_process_vm_readv, EPERM);
+	CHECK(rf_sys_copy(&target, &source, 1) == 8 && !strcmp(to, "from"));
+	while ((fd = dup(0)) >= 0)
+		;
+	CHECK(rf_sys_copy(&target, &source, 1) == -EPERM);
+	/* One of two. */
+	close(5);
+	CHECK(rf_sys_copy(&target, &source, 1) == -EPERM);
+	CHECK(dup(0) == 5);
+}
+
+static bool stop;
+
+static void *copy_on(void *unused)
+{
+	char from[8] = "from", to[8] = "";
+	struct iovec target = { to, 8 }, source = { from, 8 };
+
+	while (!__atomic_load_n(&stop, __ATOMIC_SEQ_CST))
+		CHECK(rf_sys_copy(&target, &source, 1) == 8);
+	return unused;
+}
+
+static void no_child_keeps_a_pipe_of_another_thread(void)
+{
+	unsigned long round, rounds = check_scale(600) / CHECK_SLOWNESS;
+	const int before = open_descriptors();
+	int program[2];
+	pthread_t thread;
+	pid_t pid;
+
+	CHECK(pipe2(program, O_CLOEXEC | O_NONBLOCK) == 0);
+	start_untrusted();
+	refuse(SYS_process_vm_readv, EPERM);
+	CHECK(!pthread_create(&thread, NULL, copy_on, NULL));
+	for (round = 0; round < rounds; round++) {
+		pid = fork();
+		CHECK(pid >= 0);
+		if (!pid)
+			_exit(open_descriptors() != before + 2);
+		CHECK(check_wait(pid) == 0, "child %lu", round);
+	}
+	__atomic_store_n(&stop, true, __ATOMIC_SEQ_CST);
+	CHECK(!pthread_join(thread, NULL));
+	CHECK(open_descriptors() == before + 2);
+}
+
+/* ---- Asking ---- */
+
+/* Shared memory stays, private memory leaves, and what is not registered stays. */
+static void check_children(const char *shared, const char *private, size_t pages)
+{
+	pid_t pid = fork();
+	size_t i;
+
+	CHECK(pid >= 0);
+	if (!pid) {
+		for (i = 0; i < pages; i++)
+			CHECK(shared[i * check_page] == 's');
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0, "shared memory is absent");
+	CHECK(!check_child_reads(private) && !check_child_reads(private + check_page));
+}
+
+static void shared_memory_stays_if_ioctl_fails_with(int error)
+{
+	char *shared = check_map_shared(4), *private = check_map(4);
+	struct rf_vma_reader reader;
+	struct rf_vma vma;
+
+	memset(shared, 's', 4 * check_page);
+	start_untrusted();
+	check_register(shared, 4 * check_page, 0);
+	check_register(private, 4 * check_page, 0);
+	refuse(SYS_ioctl, error);
+	check_children(shared, private, 4);
+	/* In the middle of a round, too. */
+	rf_vma_init(&reader, true, 0);
+	CHECK(rf_vma_open(&reader) == 0);
+	CHECK(rf_vma_find(&reader, (uintptr_t)shared + 1, &vma) == 0 && vma.shared);
+	CHECK(rf_vma_find(&reader, (uintptr_t)private + 1, &vma) == 0 && !vma.shared);
+	CHECK(rf_vma_find(&reader, UINTPTR_MAX - 4096, &vma) == -ENOENT);
+	rf_vma_close(&reader);
+	CHECK(reader.fd < 0);
+}
+
+static void shared_memory_stays_where_ioctl_is_refused(void)
+{
+	with_each_errno(shared_memory_stays_if_ioctl_fails_with);
+}
+
+/* Also as a refused mapping lies between two of another kind, with no gap. */
+static void shared_memory_stays_if_open_fails_with(int error)
+{
+	char *apart = check_map_shared(4), *private = check_map(4), *memory = check_map(12);
+
+	CHECK(mmap(memory, 4 * check_page, PROT_READ | PROT_WRITE,
+		   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
+	CHECK(mmap(memory + 8 * check_page, 4 * check_page, PROT_READ | PROT_WRITE,
+		   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+	memset(apart, 's', 4 * check_page);
+	memset(memory, 's', 12 * check_page);
+	start_untrusted();
+	check_register(apart, 4 * check_page, 0);
+	check_register(private, 4 * check_page, RF_HELD);
+	check_register(memory, 4 * check_page, 0);
+	check_register(memory + 4 * check_page, 4 * check_page, 0);
+	check_register(memory + 8 * check_page, 4 * check_page - 100, RF_HELD);
+	refuse(SYS_openat, error);
+	check_children(apart, private, 4);
+	check_children(memory, memory + 4 * check_page, 4);
+	check_children(memory + 8 * check_page, memory + 6 * check_page, 4);
+	/* Registered when /proc is gone. */
+	check_register(apart, 2 * check_page, 0);
+	check_children(apart, private, 4);
+	/* Nothing that asking has mapped is left. */
+	check_sound();
+}
+
+static void shared_memory_stays_without_proc(void)
+{
+	with_each_errno(shared_memory_stays_if_open_fails_with);
+}
+
+static void shared_huge_pages_stay_without_proc(void)
+{
+	char *shared = check_map_huge(2, MAP_SHARED), *private = check_map(4);
+
+	memset(shared, 's', 2 * CHECK_HUGE);
+	start_untrusted();
+	check_register(shared, 2 * CHECK_HUGE, 0);
+	check_register(private, 4 * check_page, 0);
+	refuse(SYS_openat, EACCES);
+	check_children(shared, private, 2 * CHECK_HUGE / check_page);
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+		SCENARIO(bytes_beside_are_given_back_where_copying_is_refused),
+		SCENARIO(a_copy_answers_the_same_where_it_is_refused),
+		SCENARIO(without_descriptors_a_copy_is_refused),
+		SCENARIO(no_child_keeps_a_pipe_of_another_thread),
+		SCENARIO(shared_memory_stays_where_ioctl_is_refused),
+		SCENARIO(shared_memory_stays_without_proc),
+		SCENARIO_HUGE(shared_huge_pages_stay_without_proc),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

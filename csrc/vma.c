@@ -199,6 +199,15 @@ static int read_table(struct rf_vma_reader *reader)
 	return rc;
 }
 
+/* For the rest of the round. */
+static int use_table(struct rf_vma_reader *reader)
+{
+	int rc = read_table(reader);
+
+	reader->text = rc < 0 ? rc : 1;
+	return rc;
+}
+
 int rf_vma_open(struct rf_vma_reader *reader)
 {
 	int rc;
@@ -211,10 +220,11 @@ int rf_vma_open(struct rf_vma_reader *reader)
 	if (reader->fd < 0)
 		return reader->fd;
 	reader->depth = 1;
+	reader->text = 0;
 	reader->count = 0;
 	reader->last.start = 0;
 	reader->last.end = 0;
-	rc = reader->query ? 0 : read_table(reader);
+	rc = reader->query ? 0 : use_table(reader);
 	if (rc < 0)
 		rf_vma_close(reader);
 	return rc;
@@ -296,6 +306,19 @@ static int find_in_table(struct rf_vma_reader *reader, uintptr_t address, struct
 	return may_be_huge(reader, vma) ? find_page_size(reader, vma) : 0;
 }
 
+/* -ENOENT is an answer; each other failure is a refusal, by a sandbox. */
+static int query(struct rf_vma_reader *reader, uintptr_t address, struct rf_vma *vma)
+{
+	int rc;
+
+	reader->questions++;
+	rc = rf_sys_procmap_query(reader->fd, address, vma);
+	if (rc >= 0 || rc == -ENOENT)
+		return rc;
+	rc = use_table(reader);
+	return rc < 0 ? rc : find_in_table(reader, address, vma);
+}
+
 int rf_vma_find(struct rf_vma_reader *reader, uintptr_t address, struct rf_vma *vma)
 {
 	int rc;
@@ -304,12 +327,9 @@ int rf_vma_find(struct rf_vma_reader *reader, uintptr_t address, struct rf_vma *
 		*vma = reader->last;
 		return 0;
 	}
-	if (reader->query) {
-		reader->questions++;
-		rc = rf_sys_procmap_query(reader->fd, address, vma);
-	} else {
-		rc = find_in_table(reader, address, vma);
-	}
+	if (reader->text < 0)
+		return reader->text;
+	rc = reader->text ? find_in_table(reader, address, vma) : query(reader, address, vma);
 	if (rc >= 0)
 		reader->last = *vma;
 	return rc;

@@ -3,7 +3,8 @@
  * What is mapped at an address: shared or private, and its page size.
  *
  * Linux 6.11 answers one address at a time (PROCMAP_QUERY, half a microsecond).
- * Before, /proc/self/maps is read as text, once for a round of questions. It does
+ * Before, and in a sandbox that refuses the question, /proc/self/maps is read as text,
+ * once for a round of questions. It does
  * not know page sizes, so a mapping that could be hugetlb (private, of a file,
  * aligned to a huge page at both ends) is looked up in smaps, which is slow.
  *
@@ -27,6 +28,7 @@ struct rf_vma_reader {
 	/* Of the round under way: */
 	unsigned int depth;	/* rounds within it, which share its answers */
 	int fd;
+	int text;		/* 1: the table is asked; negative: and could not be read */
 	uint32_t count;		/* of the table */
 	struct rf_vma last;	/* the answer before */
 };

@@ -188,20 +188,47 @@ static void unmark_shared(struct rf_tracker *tracker)
 	}
 }
 
-/*
- * /proc cannot be opened, so nothing tells private from shared: what may be either
- * is left to the kernel, if that copies.
- */
+/* What may be either private or shared is left to the kernel, which copies it. */
 static void leave_unasked(struct rf_tracker *tracker)
 {
 	struct rf_run run;
 	uintptr_t at;
 
-	if (!rf_tracker_trusts(tracker))
-		return;
 	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked_and_unasked, &run);
 	     at = run.end)
 		rf_marks_leave(tracker, &run);
+}
+
+/*
+ * Where the kernel's copying is not trusted, what may be private stays marked. A registration
+ * whose both ends are shared is not.
+ */
+static void name_shared(struct rf_tracker *tracker, const struct rf_registry *registry)
+{
+	const struct rf_change shared = { .rename = true, .nature = RF_NATURE_SHARED };
+	const struct rf_range *range;
+	const struct rf_slot *slot;
+	struct rf_extent extent;
+	const size_t page_size = tracker->kernel->page_size;
+	struct rf_ranges *ranges = &tracker->ranges;
+	struct rf_run run;
+	uint32_t index;
+
+	if (!rf_tracker_next_run(tracker, 0, UINTPTR_MAX, is_marked_and_unasked, &run))
+		return;
+	for (index = 0; index < registry->touched; index++) {
+		slot = rf_registry_slot(registry, index);
+		if (!slot->serial || !(slot->flags & RF_SLOT_COUNTED))
+			continue;
+		rf_tracker_extent(tracker, slot, &extent);
+		range = rf_ranges_find(ranges, extent.start);
+		if (range && is_marked_and_unasked(range) &&
+		    rf_sys_is_shared(extent.end - page_size, page_size) > 0 &&
+		    rf_sys_is_shared(extent.start, page_size) > 0 &&
+		    rf_ranges_reserve(ranges, ranges->registrations) >= 0)
+			rf_ranges_change(ranges, extent.start, extent.end, &shared);
+	}
+	unmark_shared(tracker);
 }
 
 /* ---- Marking ---- */
@@ -397,7 +424,10 @@ void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry,
 	if (!registry->listed && !tracker->dirty)
 		return;
 	if (rf_vma_open(&tracker->reader) < 0) {
-		leave_unasked(tracker);
+		if (rf_tracker_trusts(tracker))
+			leave_unasked(tracker);
+		else
+			name_shared(tracker, registry);
 		return;
 	}
 	count_listed(tracker, registry);

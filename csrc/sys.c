@@ -140,6 +140,25 @@ int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out)
 	return mapped_at(rc, out);
 }
 
+int rf_sys_is_shared(uintptr_t address, size_t nbytes)
+{
+	void *again;
+	intptr_t rc;
+	int mapped;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, (intptr_t)mremap((void *)address, 0, nbytes, MREMAP_MAYMOVE));
+	mapped = mapped_at(rc, &again);
+	if (mapped < 0)
+		return mapped == -EINVAL ? 0 : mapped;
+	/* Of huge pages a whole one was mapped. */
+	do {
+		KERNEL(rc, munmap(again, nbytes));
+		nbytes *= 2;
+	} while (rc == -EINVAL && nbytes <= (size_t)1 << 34);
+	return 1;
+}
+
 int rf_sys_protect(uintptr_t start, size_t nbytes, int protection)
 {
 	int rc;

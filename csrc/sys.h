@@ -52,6 +52,11 @@ int rf_sys_map(size_t nbytes, void **out);
 int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out);
 int rf_sys_protect(uintptr_t start, size_t nbytes, int protection);
 int rf_sys_unmap(void *start, size_t nbytes);
+/*
+ * Is the page of @nbytes at @address shared memory? Found without /proc: nothing else can be
+ * mapped a second time. 1, or 0, which may also be a huge page; -errno: a device's, or none.
+ */
+int rf_sys_is_shared(uintptr_t address, size_t nbytes);
 /* Put private zeros in the place of what is mapped in [@start, @start + @nbytes). */
 int rf_sys_map_over(uintptr_t start, size_t nbytes);
 

@@ -1,9 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
+#define _DEFAULT_SOURCE /* sbrk() */
 #include "fork_uses.h"
 #include "lock.h"
 
+#include <errno.h>
+#include <link.h>
 #include <stdbool.h>
 #include <sys/auxv.h>
+#include <unistd.h>
 
 /* Of glibc's struct pthread, rounded up: 2304 bytes in 2.36, its TLS below it. */
 #define CONTROL_BLOCK 4096u
@@ -11,6 +15,11 @@
 /* The largest heap of an arena, and where all of them are aligned; its headers are smaller. */
 #define ARENA_ALIGNMENT ((uintptr_t)64 << 20)
 #define ARENA_HEADER 256u
+
+#define LACKED "; children lack it and may die; align the buffer to whole pages"
+
+/* Ours, of which fork() makes use in a child. */
+static __thread char local __attribute__((tls_model("initial-exec")));
 
 static bool is_own_stack(uintptr_t page, size_t page_size)
 {
@@ -28,24 +37,84 @@ static bool is_control_block(uintptr_t page, size_t page_size)
 	return page + page_size > block - page_size && page < block + CONTROL_BLOCK;
 }
 
-/* Its first word points right behind itself. Looked at without a fault. */
-static bool is_arena(uintptr_t page)
+/*
+ * The program's TLS is next to the control block, then that of libraries. What fork() uses is
+ * libc's and ours; what lies between is in the same mapping.
+ */
+static bool is_own_tls(uintptr_t page, size_t page_size)
 {
-	uintptr_t arena = 0;
-	struct iovec to = { &arena, sizeof(arena) };
-	struct iovec from = { (void *)page, sizeof(arena) };
+	const uintptr_t block = rf_lock_self(), libc = (uintptr_t)&errno, ours = (uintptr_t)&local;
+	uintptr_t first = block < libc ? block : libc, last = block > libc ? block : libc;
 
-	if (page & (ARENA_ALIGNMENT - 1))
-		return false;
-	return rf_sys_copy(&to, &from, 1) == sizeof(arena) && arena > page &&
-	       arena < page + ARENA_HEADER;
+	first = first < ours ? first : ours;
+	last = last > ours ? last : ours;
+	return page + page_size > first && page <= last;
+}
+
+/* How a heap of an arena begins, glibc's struct heap_info. */
+struct heap {
+	uintptr_t arena, before;
+	size_t nbytes, writable;
+};
+
+/*
+ * Is [@address, @address + 1) in the first heap of an arena? Its first word points right behind
+ * its head. Looked at without a fault.
+ */
+static bool is_in_arena(uintptr_t address)
+{
+	const uintptr_t head = address & ~(ARENA_ALIGNMENT - 1);
+	struct heap heap = { .arena = 0 };
+	struct iovec to = { &heap, sizeof(heap) };
+	struct iovec from = { (void *)head, sizeof(heap) };
+
+	return rf_sys_copy(&to, &from, 1) == sizeof(heap) && heap.arena > head &&
+	       heap.arena < head + ARENA_HEADER && heap.nbytes <= ARENA_ALIGNMENT &&
+	       address - head < heap.nbytes;
+}
+
+/* Where the program's data end; the main heap begins there or somewhat later. */
+static uintptr_t end_of_program(void)
+{
+	static uintptr_t known;
+	const ElfW(Phdr) *header = (const void *)getauxval(AT_PHDR);
+	const ElfW(Phdr) *last = header + getauxval(AT_PHNUM);
+	uintptr_t end = __atomic_load_n(&known, __ATOMIC_RELAXED), base = 0;
+
+	if (end || !header)
+		return end ? end : UINTPTR_MAX;
+	for (; header < last; header++) {
+		if (header->p_type == PT_PHDR)
+			base = getauxval(AT_PHDR) - header->p_vaddr;
+		else if (header->p_type == PT_LOAD && base + header->p_vaddr + header->p_memsz > end)
+			end = base + header->p_vaddr + header->p_memsz;
+	}
+	__atomic_store_n(&known, end, __ATOMIC_RELAXED);
+	return end;
+}
+
+static bool is_in_main_heap(uintptr_t address)
+{
+	return address >= end_of_program() && address < (uintptr_t)sbrk(0);
 }
 
 const char *rf_fork_uses(uintptr_t page, size_t page_size)
 {
 	if (is_own_stack(page, page_size))
-		return "this thread's stack, on which fork() goes on";
+		return "this thread's stack, on which fork() goes on" LACKED;
 	if (is_control_block(page, page_size))
-		return "this thread's control block, which fork() uses";
-	return is_arena(page) ? "the head of a malloc() arena, which fork() uses" : NULL;
+		return "this thread's control block, which fork() uses" LACKED;
+	if (is_own_tls(page, page_size))
+		return "this thread's TLS, which fork() uses" LACKED;
+	if (!(page & (ARENA_ALIGNMENT - 1)) && is_in_arena(page))
+		return "the head of a malloc() arena, which fork() uses" LACKED;
+	return NULL;
+}
+
+const char *rf_malloc_uses(uintptr_t address)
+{
+	if (!is_in_main_heap(address) && !is_in_arena(address))
+		return NULL;
+	return "malloc()'s memory: if another thread calls malloc() while a child is made, the "
+	       "child may die; align the buffer to whole pages";
 }

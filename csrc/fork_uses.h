@@ -9,14 +9,20 @@
  *	other threads   [ ... frame | stack ... | TLS | control block]
  *	arenas          [heap_info | malloc_state | blocks ...]   at 64 MiB
  *
- * Not known here: FILE objects, other threads' stacks, the name service's state.
+ * Not known here: FILE objects, other threads' stacks, the name service's state; of malloc's
+ * memory the second and later heaps of an arena. Any other partial page of that is given back
+ * in time, but as it was when the fork was prepared: a thread that calls malloc() until the
+ * child is made leaves lists there that do not fit the arena's head.
  */
 #ifndef RF_FORK_USES_H
 #define RF_FORK_USES_H
 
 #include "sys.h"
 
-/* What fork() itself uses of the page of @page_size bytes at @page, or NULL. */
+/* What fork() itself uses of the page of @page_size bytes at @page, and what follows; or NULL. */
 const char *rf_fork_uses(uintptr_t page, size_t page_size);
+
+/* Whether @address is malloc()'s, and what follows, or NULL. It costs a small copy. */
+const char *rf_malloc_uses(uintptr_t address);
 
 #endif

@@ -84,7 +84,7 @@ enum rf_cause {
 	RF_CAUSE_ENVIRONMENT,	/* EINVAL: a variable holds a value that means nothing */
 	RF_CAUSE_UNTRUSTED,	/* ENOTSUP: lazy, where the kernel's copying is not trusted */
 	RF_CAUSE_OTHER_ENGINE,	/* EEXIST: another copy of librdmafork runs in this process */
-	/* No error: registered, but a child lacks other memory on the page [start, end). */
+	/* No error: registered, but other memory on the page [start, end) is not safe in a child. */
 	RF_CAUSE_SHARED_PAGE,
 	RF_CAUSE_LIBRARY,	/* ENOTSUP: a libibverbs cannot be intercepted: text */
 };
@@ -129,7 +129,8 @@ RF_API enum rf_mode rf_mode(void);
  * Returns 1 if the memory is protected, 0 if rf_fork_init() was never called;
  * *@handle names the registration. @nbytes may be 0.
  * RF_CAUSE_SHARED_PAGE goes with success: where partial pages are kept from children,
- * a child is given copies of them, but fork() itself uses this one before that.
+ * a child is given copies of them, but fork() itself uses this one before that, or it is
+ * malloc()'s, and another thread may call malloc() meanwhile. The text says which.
  */
 RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 		       enum rf_policy policy, struct rf_handle *handle,

@@ -105,35 +105,42 @@ static inline int reserve_list(struct rf_engine *engine)
 	return rf_child_list_reserve(&engine->list, tracker->ranges.capacity, nbytes);
 }
 
-/* Say so if children will lack what else is on @page. */
-static bool name_lost(uintptr_t page, size_t page_size, struct rf_error *error)
+/* Tell of @page, which children lack or get with old content; @why is NULL: they do not. */
+static bool name_page(uintptr_t page, size_t page_size, const char *why, struct rf_error *error)
 {
-	const char *what = rf_fork_uses(page, page_size);
-
-	if (rf_likely(!what))
+	if (rf_likely(!why))
 		return false;
 	error->start = page;
 	error->end = page + page_size;
 	error->cause = RF_CAUSE_SHARED_PAGE;
-	snprintf(error->text, sizeof(error->text), "%s", what);
+	snprintf(error->text, sizeof(error->text), "%s", why);
 	return true;
 }
 
-/* The same of the page @slot begins in, or else the one it ends in, if it does not fill them. */
+/*
+ * The same of the page @slot begins in, or else the one it ends in, if it does not fill them.
+ * Malloc's blocks lie in one heap, so one end is enough there.
+ */
 static void name_lost_pages(const struct rf_engine *engine, const struct rf_slot *slot,
 			    struct rf_error *error)
 {
 	const size_t page_size = engine->tracker.kernel->page_size;
 	const uintptr_t mask = page_size - 1;
+	const uintptr_t first = slot->start & ~mask, last = slot->end & ~mask;
+	const bool begins = !slot->start_shift && slot->start & mask;
+	const bool ends = !slot->end_shift && slot->end & mask;
 
 	if (rf_likely(rf_tracker_trusts(&engine->tracker)) || slot->start == slot->end ||
-	    slot->policy == RF_KEEP)
+	    slot->policy == RF_KEEP || !(begins || ends))
 		return;
-	if (!slot->start_shift && slot->start & mask &&
-	    name_lost(slot->start & ~mask, page_size, error))
+	if (begins && name_page(first, page_size, rf_fork_uses(first, page_size), error))
 		return;
-	if (!slot->end_shift && slot->end & mask)
-		(void)name_lost(slot->end & ~mask, page_size, error);
+	if (ends && name_page(last, page_size, rf_fork_uses(last, page_size), error))
+		return;
+	/* No system call where others' marks protect it: theirs were named. */
+	if (slot->flags & RF_SLOT_COUNTED)
+		(void)name_page(begins ? first : last, page_size,
+				rf_malloc_uses(begins ? slot->start : slot->end - 1), error);
 }
 
 /*

@@ -358,9 +358,8 @@ cdef int warn_unprotected(Registration self) except -1:
 
 cdef int warn_shared_page(Registration self, rf_error *error) except -1:
     warnings.warn(
-        f"forked children lack the page 0x{error.start:x}, on which the {self.length} bytes "
-        f"registered at 0x{self.start:x} begin or end, and with it {error.text.decode()}; they may "
-        f"crash. Register a rdmafork.Buffer, which shares its pages with nothing",
+        f"the {self.length} bytes registered at 0x{self.start:x} share the page 0x{error.start:x} "
+        f"with {error.text.decode()}, as those of a rdmafork.Buffer are",
         SharedPageWarning)
     return 0
 

@@ -104,7 +104,8 @@ def test_nothing_is_said_where_all_is_given_back():
     rdmafork.fork_init("eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        registrations = [register(bytearray(60 + 1000 * n)) for n in range(100)]
+        _memory, address = private_map(100 * PAGE)
+        registrations = [register_address(address + PAGE * n, 60 + 30 * n) for n in range(99)]
         registrations.append(register(mmap.mmap(-1, 3 * PAGE)))
         registrations.append(in_a_thread(lambda: register(bytearray(1 << 20))))
         with Buffer(100) as buffer:
@@ -164,6 +165,17 @@ def test_the_head_of_an_arena_is_named():
         pytest.skip("malloc() took the thread's memory from the main heap")
     with pytest.warns(SharedPageWarning, match="arena"):
         register_address(arena + PAGE - 64, 64)
+
+
+@fresh(env=UNTRUSTED)
+def test_memory_of_malloc_is_named():
+    rdmafork.fork_init("eager")
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    for block in (libc.malloc(10_000), in_a_thread(lambda: libc.malloc(10_000))):
+        with pytest.warns(SharedPageWarning, match=r"another thread calls malloc\(\).*Buffer"):
+            register_address(block + PAGE, 100).close()
 
 
 @pytest.mark.skipif(

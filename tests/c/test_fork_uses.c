@@ -1,0 +1,288 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Where whole pages leave: which registrations share theirs with fork() or malloc(), and who says so. */
+#define _GNU_SOURCE
+#include "check.h"
+#include "engine.h"
+#include "preload/exit_report.h"
+
+#include <fcntl.h>
+#include <malloc.h>
+#include <pthread.h>
+
+int ibv_dontfork_range(void *base, size_t size);
+int ibv_dofork_range(void *base, size_t size);
+
+/* The program's own TLS lies between the thread pointer and libc's. */
+static __thread char thread_local[40000];
+
+static void start_untrusted(void)
+{
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
+}
+
+/* Why memory registered at @start is named, or NULL; it is released again. */
+static const char *named(const void *start, size_t nbytes)
+{
+	static __thread struct rf_error error;
+	struct rf_handle handle;
+
+	CHECK(rf_register(start, nbytes, 0, RF_OMIT, &handle, &error) == 1);
+	check_release(handle);
+	if (error.cause == RF_CAUSE_NONE)
+		return NULL;
+	CHECK(error.cause == RF_CAUSE_SHARED_PAGE && error.end - error.start == check_page);
+	CHECK(error.start < (uintptr_t)start + nbytes && error.end > (uintptr_t)start);
+	return error.text;
+}
+
+static bool is_named(const void *start, size_t nbytes, const char *why)
+{
+	const char *text = named(start, nbytes);
+
+	if (!text || !strstr(text, why))
+		fprintf(stderr, "        %p is named \"%s\"\n", start, text ? text : "nothing");
+	return text && strstr(text, why);
+}
+
+static void tls_is_named(void)
+{
+	size_t at;
+
+	memset(thread_local, 1, sizeof(thread_local));
+	start_untrusted();
+	for (at = 0; at < sizeof(thread_local); at += 3000)
+		CHECK(is_named(thread_local + at, 8, "this thread's"), "byte %zu", at);
+	CHECK(is_named(&errno, sizeof(errno), "this thread's"));
+}
+
+static void *name_tls_of_thread(void *unused)
+{
+	memset(thread_local, 1, sizeof(thread_local));
+	CHECK(is_named(thread_local + 20000, 8, "this thread's"));
+	CHECK(is_named(&errno, sizeof(errno), "this thread's"));
+	return unused;
+}
+
+static void tls_of_another_thread_is_named(void)
+{
+	pthread_t thread;
+
+	start_untrusted();
+	CHECK(!pthread_create(&thread, NULL, name_tls_of_thread, NULL));
+	CHECK(!pthread_join(thread, NULL));
+}
+
+static const char of_malloc[] =
+	"malloc()'s memory: if another thread calls malloc() while a child is made, the child "
+	"may die; align the buffer to whole pages";
+
+static void *name_arena(void *unused)
+{
+	char *block = malloc(20000);
+
+	if (!((uintptr_t)block >> 26) || !block || (char *)sbrk(0) > block)
+		check_skip("malloc() took the thread's memory from the main heap");
+	CHECK(is_named(block + 8192, 100, of_malloc));
+	free(block);
+	return unused;
+}
+
+static void malloc_s_memory_is_named(void)
+{
+	char *small, *block, *large, *aligned, *mapped = check_map(3);
+	static char data[20000];
+	pthread_t thread;
+
+	mallopt(M_MMAP_THRESHOLD, 1 << 17);
+	small = malloc(100);
+	block = malloc(100000);
+	large = malloc(1 << 20);
+	aligned = aligned_alloc(check_page, 2 * check_page);
+	start_untrusted();
+	errno = 77;
+	CHECK(is_named(small, 100, of_malloc));
+	CHECK(is_named(block, 100000, of_malloc));
+	/* Its end alone shares a page. */
+	CHECK(is_named(aligned, check_page + 100, of_malloc));
+	CHECK(!named(aligned, 2 * check_page));
+	CHECK(!named(large, 1 << 20));
+	CHECK(!named(mapped + 100, check_page));
+	CHECK(!named(data + 5000, 3));
+	CHECK(!named(small, 0));
+	CHECK(errno == 77);
+	CHECK(!pthread_create(&thread, NULL, name_arena, NULL));
+	CHECK(!pthread_join(thread, NULL));
+	free(small);
+	free(block);
+	free(large);
+	free(aligned);
+}
+
+/* ---- C programs ---- */
+
+/* What @act writes to stderr. */
+static size_t written(void (*act)(void), char *text, size_t nbytes)
+{
+	int ends[2], before = dup(STDERR_FILENO);
+	ssize_t length;
+
+	CHECK(pipe2(ends, O_NONBLOCK) == 0 && before >= 0);
+	CHECK(dup2(ends[1], STDERR_FILENO) == STDERR_FILENO);
+	act();
+	CHECK(dup2(before, STDERR_FILENO) == STDERR_FILENO);
+	close(before);
+	close(ends[1]);
+	length = read(ends[0], text, nbytes - 1);
+	close(ends[0]);
+	text[length > 0 ? length : 0] = '\0';
+	return length > 0 ? (size_t)length : 0;
+}
+
+static char on_stack_text[64];
+
+static void register_on_the_stack(void)
+{
+	char ring[512];
+	int round;
+
+	snprintf(on_stack_text, sizeof(on_stack_text), "[%p, %p)", (void *)ring,
+		 (void *)(ring + sizeof(ring)));
+	for (round = 0; round < 3; round++) {
+		errno = 77;
+		CHECK(ibv_dontfork_range(ring, sizeof(ring)) == 0);
+		CHECK(ibv_dofork_range(ring, sizeof(ring)) == 0);
+		CHECK(errno == 77);
+	}
+}
+
+static void register_malloc_s(void)
+{
+	char *blocks[3];
+	size_t i;
+
+	for (i = 0; i < COUNT_OF(blocks); i++) {
+		blocks[i] = malloc(100);
+		CHECK(ibv_dontfork_range(blocks[i], 100) == 0);
+	}
+	for (i = 0; i < COUNT_OF(blocks); i++) {
+		CHECK(ibv_dofork_range(blocks[i], 100) == 0);
+		free(blocks[i]);
+	}
+}
+
+static void register_mapped(void)
+{
+	static char *memory;
+
+	memory = check_map(2);
+	CHECK(ibv_dontfork_range(memory + 10, check_page) == 0);
+	CHECK(ibv_dofork_range(memory + 10, check_page) == 0);
+}
+
+static size_t lines(const char *text)
+{
+	size_t count = 0;
+
+	for (; *text; text++)
+		count += *text == '\n';
+	return count;
+}
+
+static void a_c_program_is_told_once_for_each_cause(void)
+{
+	char text[4096], pid[32];
+
+	start_untrusted();
+	CHECK(!written(register_mapped, text, sizeof(text)), "%s", text);
+	CHECK(written(register_on_the_stack, text, sizeof(text)));
+	snprintf(pid, sizeof(pid), "rdmafork: pid %d: ", (int)getpid());
+	CHECK(!strncmp(text, pid, strlen(pid)) && lines(text) == 1, "%s", text);
+	CHECK(strstr(text, "this thread's stack") && strstr(text, "align"), "%s", text);
+	CHECK(strstr(text, on_stack_text), "%s: %s", on_stack_text, text);
+	CHECK(written(register_malloc_s, text, sizeof(text)));
+	CHECK(lines(text) == 1 && strstr(text, of_malloc), "%s", text);
+	CHECK(!written(register_malloc_s, text, sizeof(text)), "%s", text);
+	CHECK(!written(register_on_the_stack, text, sizeof(text)), "%s", text);
+}
+
+static void trusted_it_is_told_nothing(void)
+{
+	char text[4096];
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	CHECK(!written(register_on_the_stack, text, sizeof(text)), "%s", text);
+	CHECK(!written(register_malloc_s, text, sizeof(text)), "%s", text);
+}
+
+static void report_and_exit(void)
+{
+	rf_exit_report_begin();
+	start_untrusted();
+	register_on_the_stack();
+	register_malloc_s();
+	exit(0);
+}
+
+/* And in its report; a child has its own. */
+static void the_report_has_it(void)
+{
+	static char text[1 << 16];
+	char path[] = "/tmp/rdmafork-report-XXXXXX";
+	const char *errors;
+	int fd = mkstemp(path), null = open("/dev/null", O_WRONLY);
+	ssize_t length;
+	pid_t pid;
+
+	CHECK(fd >= 0 && null >= 0 && dup2(null, STDERR_FILENO) >= 0);
+	CHECK(setenv("RDMAFORK_REPORT", path, 1) == 0);
+	pid = fork();
+	CHECK(pid >= 0);
+	if (!pid)
+		report_and_exit();
+	CHECK(check_wait(pid) == 0);
+	length = read(fd, text, sizeof(text) - 1);
+	unlink(path);
+	CHECK(length > 2);
+	errors = strstr(text, "\"errors\": [\"rdmafork: pid ");
+	CHECK(errors && strstr(errors, "this thread's stack") && strstr(errors, of_malloc), "%s",
+	      text);
+	CHECK(text[length - 1] == '\n' && lines(text) == 1 && !strstr(text, "\\n"), "%s", text);
+}
+
+static void in_its_child(void)
+{
+	pid_t pid = fork();
+
+	if (!pid) {
+		check_start(RF_MODE_EAGER);
+		register_malloc_s();
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+}
+
+static void a_child_is_told_anew(void)
+{
+	char text[4096];
+
+	start_untrusted();
+	CHECK(written(register_malloc_s, text, sizeof(text)) && lines(text) == 1);
+	CHECK(written(in_its_child, text, sizeof(text)) && lines(text) == 1, "%s", text);
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check_scenario scenarios[] = {
+		SCENARIO(tls_is_named),
+		SCENARIO(tls_of_another_thread_is_named),
+		SCENARIO(malloc_s_memory_is_named),
+		SCENARIO(a_c_program_is_told_once_for_each_cause),
+		SCENARIO(trusted_it_is_told_nothing),
+		SCENARIO(the_report_has_it),
+		SCENARIO(a_child_is_told_anew),
+	};
+
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #define STDERR 2
+#define WARNINGS 4	/* different ones that are told */
 /* Room for strings of which every byte is escaped. What is not touched costs nothing. */
 #define REPORT_BYTES (2 * (RF_LIBRARIES + RF_FORK_CALLERS) * 6 * RF_JSON_STRING)
 
@@ -19,6 +20,13 @@ static struct {
 	char path[4096], rank[64], failure[384];
 	uint64_t handler_ns, handler_max_ns;
 	uint64_t absent_bytes, absent_last_bytes;
+	/* Each taken by one store, then written by the thread that made it. */
+	uint32_t warnings;
+	struct warning {
+		uint32_t written;
+		char text[sizeof(((struct rf_error *)0)->text)];
+		char line[512];
+	} warning[WARNINGS];
 } report;
 
 /* ---- As it begins ---- */
@@ -68,6 +76,72 @@ void rf_exit_report_failure(const struct rf_error *error)
 	report.failure[json.used - 1] = '\0';
 }
 
+/* ---- As memory is registered ---- */
+
+static void put_address(struct rf_json *json, uintptr_t address)
+{
+	char digits[2 * sizeof(address) + 3];
+	size_t at = sizeof(digits);
+
+	digits[--at] = '\0';
+	do {
+		digits[--at] = "0123456789abcdef"[address & 15];
+		address >>= 4;
+	} while (address);
+	digits[--at] = 'x';
+	digits[--at] = '0';
+	rf_json_raw(json, digits + at);
+}
+
+static void write_warning(struct warning *warning, uintptr_t start, uintptr_t end,
+			  const struct rf_error *error)
+{
+	struct rf_json json;
+
+	memcpy(warning->text, error->text, sizeof(warning->text));
+	rf_json_begin(&json, warning->line, sizeof(warning->line) - 1);
+	rf_json_raw(&json, "rdmafork: pid ");
+	rf_json_number(&json, NULL, (uint64_t)rf_sys_pid());
+	rf_json_raw(&json, ": registered memory [");
+	put_address(&json, start);
+	rf_json_raw(&json, ", ");
+	put_address(&json, end);
+	rf_json_raw(&json, ") shares the page ");
+	put_address(&json, error->start);
+	rf_json_raw(&json, " with ");
+	rf_json_raw(&json, error->text);
+	rf_json_raw(&json, "\n");
+	(void)rf_sys_write(STDERR, warning->line, json.used);
+	warning->line[json.used - 1] = '\0';
+	__atomic_store_n(&warning->written, 1, __ATOMIC_RELEASE);
+}
+
+void rf_exit_report_shared_page(uintptr_t start, uintptr_t end, const struct rf_error *error)
+{
+	uint32_t i, count = __atomic_load_n(&report.warnings, __ATOMIC_RELAXED);
+
+	/* While one is being written no other is told: it will be registered again. */
+	do {
+		for (i = 0; i < count; i++)
+			if (!__atomic_load_n(&report.warning[i].written, __ATOMIC_ACQUIRE) ||
+			    !strcmp(report.warning[i].text, error->text))
+				return;
+		if (count == WARNINGS)
+			return;
+	} while (!__atomic_compare_exchange_n(&report.warnings, &count, count + 1, false,
+					      __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+	write_warning(&report.warning[count], start, end, error);
+}
+
+static void put_warnings(struct rf_json *json)
+{
+	uint32_t i;
+
+	for (i = 0; i < WARNINGS; i++)
+		if (__atomic_load_n(&report.warning[i].written, __ATOMIC_ACQUIRE))
+			rf_json_string(json, NULL, report.warning[i].line);
+}
+
 /* ---- At a fork ---- */
 
 void rf_exit_report_fork(uint64_t began)
@@ -91,6 +165,8 @@ void rf_exit_report_clear(void)
 	report.handler_max_ns = 0;
 	report.absent_bytes = 0;
 	report.absent_last_bytes = 0;
+	report.warnings = 0;
+	memset(report.warning, 0, sizeof(report.warning));
 	rf_fork_callers_clear();
 }
 
@@ -180,6 +256,7 @@ static void put_line(struct rf_json *json)
 	rf_json_open(json, "errors", '[');
 	if (*report.failure)
 		rf_json_string(json, NULL, report.failure);
+	put_warnings(json);
 	if (!known)
 		rf_json_string(json, NULL, "rdmafork: ended inside the engine: not all is counted");
 	rf_json_close(json, ']');

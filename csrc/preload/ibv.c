@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #define _GNU_SOURCE /* secure_getenv() */
 #include "ibv.h"
+#include "exit_report.h"
 #include "fork.h"
 #include "ibv_ranges.h"
 
@@ -63,11 +64,15 @@ static unsigned int flags(void)
 static int register_range(uintptr_t begin, uintptr_t end, struct rf_ibv_range *entry)
 {
 	struct rf_error error;
+	int rc;
 
 	entry->start = begin;
 	entry->end = end;
-	return rf_register((const void *)begin, end - begin, flags(), RF_OMIT, &entry->handle,
-			   &error);
+	rc = rf_register((const void *)begin, end - begin, flags(), RF_OMIT, &entry->handle,
+			 &error);
+	if (rf_unlikely(rc >= 0 && error.cause == RF_CAUSE_SHARED_PAGE))
+		rf_exit_report_shared_page(begin, end, &error);
+	return rc;
 }
 
 static int remember(const struct rf_ibv_range *entry)

@@ -134,6 +134,7 @@ static void clear_mappings(struct rf_tracker *tracker, const struct rf_run *run)
 		if (rc == -ENOENT || (rc >= 0 && vma.start > at)) {
 			stop = rc == -ENOENT || vma.start > run->end ? run->end : vma.start;
 			rc = 0;
+			tracker->hole_bytes += stop - at;
 			rf_ranges_change(ranges, at, stop, &unmark);
 			continue;
 		}

@@ -364,6 +364,7 @@ void rf_protect_release(struct rf_tracker *tracker, const struct rf_slot *slot)
 {
 	struct rf_change less = { .count = -1 };
 	const uint32_t edges = tracker->ranges.mark_edges;
+	const uint64_t holes = tracker->hole_bytes;
 	struct rf_extent extent;
 	struct look seen;
 	enum shape shape;
@@ -384,6 +385,8 @@ void rf_protect_release(struct rf_tracker *tracker, const struct rf_slot *slot)
 			forget_due(tracker, extent.start, extent.end);
 		exchange_wiped(tracker, extent.start, extent.end);
 		clean_up(tracker, extent.start, extent.end);
+		/* Unmapped; or mremap() has moved it, and has taken the mark along. */
+		tracker->gone_bytes += tracker->hole_bytes - holes;
 	}
 	if (rf_unlikely(tracker->ranges.mark_edges > tracker->vma_budget) &&
 	    rf_tracker_trusts(tracker))

@@ -266,6 +266,7 @@ struct rf_stats {
 	uint64_t ibv_ranges;		/* registrations that ibv_dontfork_range() made, live */
 	uint64_t ibv_calls;		/* of ibv_dontfork_range() and ibv_dofork_range() */
 	uint64_t ibv_unbalanced;	/* of these, releases of what was not registered */
+	uint64_t gone_bytes;		/* marked, and unmapped or moved before their release */
 };
 
 /* Fills *@stats. 0, or -EDEADLK. */

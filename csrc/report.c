@@ -183,6 +183,7 @@ static void count_ranges(const struct rf_tracker *tracker, struct rf_stats *stat
 	stats->vmas = 2 * (uint64_t)rf_ranges_runs(ranges);
 	stats->vma_budget = tracker->vma_budget;
 	stats->madvise_calls = tracker->madvise_calls;
+	stats->gone_bytes = tracker->gone_bytes;
 	stats->query_calls = tracker->reader.questions;
 	/* What has been written to; reserved pages beyond take no memory. */
 	stats->engine_bytes = (uint64_t)ranges->leaves_touched * sizeof(struct rf_leaf) +

@@ -28,6 +28,8 @@ void rf_tracker_clear(struct rf_tracker *tracker)
 	tracker->partial_bytes = 0;
 	tracker->retry_at = 0;
 	tracker->madvise_calls = 0;
+	tracker->hole_bytes = 0;
+	tracker->gone_bytes = 0;
 	tracker->reader.questions = 0;
 	/* Another thread may have had a round under way: its descriptor speaks of the parent. */
 	tracker->reader.depth = 0;

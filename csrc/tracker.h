@@ -40,6 +40,8 @@ struct rf_tracker {
 	uintptr_t retry_at;	/* where a release goes on with what is to be unmarked */
 	uintptr_t touched;	/* the mapping touched last before it was split */
 	uint64_t madvise_calls;
+	uint64_t hole_bytes;	/* that were to be unmarked, and not mapped */
+	uint64_t gone_bytes;	/* of these, by a release */
 	uintptr_t announced_start, announced_end; /* where the last mark was about to be made */
 	struct rf_vma_reader reader;
 };

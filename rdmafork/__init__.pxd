@@ -129,6 +129,7 @@ cdef extern from "rdmafork.h" nogil:
         uint64_t ibv_ranges
         uint64_t ibv_calls
         uint64_t ibv_unbalanced
+        uint64_t gone_bytes
 
     int rf_get_stats "rf_stats"(rf_stats *stats)
 

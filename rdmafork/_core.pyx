@@ -597,6 +597,7 @@ def stats():
         ibv_ranges=numbers.ibv_ranges,
         ibv_calls=numbers.ibv_calls,
         ibv_unbalanced=numbers.ibv_unbalanced,
+        gone_bytes=numbers.gone_bytes,
         ibv_libraries=libraries(),
     )
 

@@ -69,6 +69,9 @@ class Stats(NamedTuple):
     ibv_ranges: int  #: registrations made by others through ibv_dontfork_range(), live
     ibv_calls: int  #: calls of ibv_dontfork_range() and ibv_dofork_range() that came here
     ibv_unbalanced: int  #: of these, releases of what was not registered
+    #: kept from children, and unmapped before their release or moved by mremap(), which takes
+    #: the mark along: as realloc() of a large block does, then children lack it at its new place
+    gone_bytes: int
     ibv_libraries: tuple[InterceptedLibrary, ...]  #: since fork_init(intercept=True)
 
 

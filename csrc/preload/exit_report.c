@@ -223,6 +223,7 @@ static bool put_numbers(struct rf_json *json)
 	rf_json_close(json, '}');
 	rf_json_number(json, "left_bytes", stats.left_bytes);
 	rf_json_number(json, "unbalanced", stats.ibv_unbalanced);
+	rf_json_number(json, "gone_bytes", stats.gone_bytes);
 	return known;
 }
 

@@ -272,6 +272,44 @@ static void a_child_is_told_anew(void)
 	CHECK(written(in_its_child, text, sizeof(text)) && lines(text) == 1, "%s", text);
 }
 
+/* ---- Marks that travel ---- */
+
+static uint64_t gone_bytes(void)
+{
+	struct rf_stats stats;
+
+	CHECK(rf_stats(&stats) == 0);
+	return stats.gone_bytes;
+}
+
+static void what_moved_before_its_release_is_counted(void)
+{
+	char *memory = check_map(8), *moved;
+	struct rf_handle handle;
+	struct rf_error error;
+
+	start_untrusted();
+	handle = check_register(memory, 4 * check_page, 0);
+	check_release(handle);
+	CHECK(gone_bytes() == 0);
+	/* As a plain realloc() of a large block. */
+	handle = check_register(memory, 4 * check_page, 0);
+	moved = mremap(memory, 4 * check_page, 64 * check_page, MREMAP_MAYMOVE);
+	CHECK(moved != MAP_FAILED && moved != memory);
+	check_release(handle);
+	CHECK(gone_bytes() == 4 * check_page);
+	CHECK(check_flags(moved) & CHECK_DC);
+	/* A registration that fails has lost nothing. */
+	CHECK(rf_register(memory, 8 * check_page, 0, RF_OMIT, &handle, &error) == -ENOMEM);
+	CHECK(gone_bytes() == 4 * check_page);
+	/* A part that is unmapped counts as well. */
+	handle = check_register(memory + 4 * check_page, 4 * check_page, 0);
+	check_unmap(memory + 5 * check_page, 1);
+	check_release(handle);
+	CHECK(gone_bytes() == 5 * check_page);
+	check_sound();
+}
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
@@ -282,6 +320,7 @@ int main(int argc, char **argv)
 		SCENARIO(trusted_it_is_told_nothing),
 		SCENARIO(the_report_has_it),
 		SCENARIO(a_child_is_told_anew),
+		SCENARIO(what_moved_before_its_release_is_counted),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -294,7 +294,6 @@ def test_failures_leave_nothing(mode):
     refuse_huge_pages()
     rdmafork.fork_init(mode)
     memory = bytearray(100)
-    shared = mmap.mmap(-1, PAGE)
     strided = memoryview(memory)[::2]
     references = [sys.getrefcount(it) for it in (memory, strided)]
 
@@ -302,7 +301,6 @@ def test_failures_leave_nothing(mode):
         for _ in range(count):
             for use in (
                 lambda: rdmafork.register(strided),
-                lambda: rdmafork.register(shared, on_fork="wipe"),
                 lambda: rdmafork.register(7),
                 lambda: rdmafork.register_address(1 << 62, 100_000),
                 lambda: rdmafork.register_address((1 << 64) - 1, 1, owner=memory),

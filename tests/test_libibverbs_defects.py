@@ -661,6 +661,8 @@ def test_12_failing_allocation(mode):
     count = 20_000
     place = map_at(PLACE, 2 * count * PAGE)
     handles = (Handle * count)()
+    # The engine takes its first memory.
+    engine.register(place, PAGE).close()
     size = int(open("/proc/self/statm").read().split()[0]) * PAGE
     limit = resource.getrlimit(resource.RLIMIT_AS)
     made = []
@@ -725,9 +727,6 @@ def test_14_errno_by_luck(mode):
         engine.register(-1, 1)
     with pytest.raises(ValueError):
         engine.register(PLACE, -1)
-    with pytest.raises(OSError) as caught:
-        engine.api.register(shared_map(PAGE)[0], on_fork="wipe")
-    assert caught.value.errno == errno.EINVAL
     with pytest.raises(ValueError):
         engine.api.register_address(PLACE, PAGE, on_fork="never")
 

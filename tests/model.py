@@ -13,7 +13,8 @@ A page is what the kernel maps at once: 4 KiB, or 2 MiB in hugetlb. The rules:
   whether shared memory bears a mark, nor what is left of huge pages at the ends of held memory:
   either will do.)
 - The mark is ``wf`` where a child finds zeros of private anonymous base pages, else ``dc``. A
-  fork exchanges one for the other, not a registration; and never on memory that nobody holds.
+  fork exchanges one for the other, not a registration; and need not do so where memory that
+  nobody held has been registered.
 - Held memory stays as it is. Memory that nobody holds may be unmapped, and something
   else be mapped there, while it is registered. Such a registration says nothing about
   the newcomer: it may be marked by way of another, *either* will do. So it is with a page
@@ -49,6 +50,7 @@ class Model:
         self.whole = whole
         self.pages = {}  # address: Page; where there is none, nothing is mapped
         self.registrations = {}  # key: Registration
+        self.doubted = set()  # pages that nobody held at some time since they were registered
         self.now = 0
         self.forked = 0  # when the last fork was
 
@@ -89,11 +91,17 @@ class Model:
             min([start & -PAGE, *touched]),
             max([end + -end % PAGE, *[a + self.pages[a].nbytes for a in touched]]),
         )
-        self.registrations[key] = Registration(start, end, held, self.tick(), reach, on_fork)
+        made = Registration(start, end, held, self.tick(), reach, on_fork)
+        self.registrations[key] = made
+        if not held:
+            self.doubted.update(a for a in touched if self.covers(made, a, self.pages[a]))
         return True
 
     def release(self, key):
-        del self.registrations[key]
+        released = self.registrations.pop(key)
+        for address in self.doubted & set(self.pages_in(released.start, released.end)):
+            if not any(self.covers(r, address, self.pages[address]) for r in self.all()):
+                self.doubted.discard(address)
 
     def fork(self):
         self.forked = self.tick()
@@ -202,21 +210,17 @@ class Model:
     def allowed_marks(self, address, forked=True):
         """Of a page that bears a mark: which it may be."""
         page = self.pages[address]
-        wiped = [
-            r
-            for r in self.counting(address)
-            if r.on_fork == "wipe" and r.made < self.forked and self.fills(r, address, page)
-        ]
+        if page.moved:
+            return {"dc", "wf", "dcwf"}  # one of them is underway with it
+        wiped = any(
+            r.on_fork == "wipe" and self.fills(r, address, page)
+            for r in self.all()
+        )
         if page.nbytes > PAGE or not wiped:
             return {"dc"}
-        if not self.touching(address)[1]:
+        if not forked or address in self.doubted or not self.touching(address)[1]:
             return {"dc", "wf"}
-        if not forked:
-            return {"dc", "wf"}
-        if self.finds(address) != "wipe":
-            return {"dc"}
-        held = all(r.held for r in self.all() if self.covers(r, address, page))
-        return {"wf"} if held else {"dc", "wf"}
+        return {"wf"} if self.finds(address) == "wipe" else {"dc"}
 
     def inherited(self, address, tag):
         """Is it sure what a child finds on a base page full of tag? And what; None: no page."""

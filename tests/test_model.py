@@ -127,11 +127,11 @@ class Driver:
             start, end = self.some_bytes(start, start + self.random.choice((1, 5, 9, 520)) * PAGE)
             held = False
         self.keys += 1
-        self.note(f"{self.keys}: register{' held' if held else ''}", start, end)
+        on_fork = self.random.choice(("omit", "omit", "wipe"))
+        self.note(f"{self.keys}: register{' held' if held else ''} {on_fork}", start, end)
         if start == end:
             self.api.register_address(start, 0).close()
             return None
-        on_fork = self.random.choice(("omit", "omit", "wipe"))
         expected = self.model.register(self.keys, start, end, held, on_fork)
         try:
             if held and self.random.random() < 0.5:

@@ -219,6 +219,17 @@ static bool has_marked_end(const struct rf_tracker *tracker, const struct rf_slo
 	return (first && first->mark) || (last && last->mark);
 }
 
+/* Is one of its partial base pages the first or the last of what may be a huge page? */
+static bool has_end_like_huge_page(const struct rf_tracker *tracker, const struct rf_slot *slot)
+{
+	const uintptr_t base = tracker->kernel->page_size - 1;
+	const unsigned int shift = rf_kernel_huge_shift(tracker->kernel);
+	const uintptr_t huge = ((uintptr_t)1 << shift) - 1;
+
+	return shift && ((slot->start & base && !(slot->start & huge & ~base)) ||
+			 (slot->end & base && !((slot->end + base) & huge & ~base)));
+}
+
 int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf_slot *slot,
 	       unsigned int how, bool *ask, struct rf_error *error)
 {
@@ -237,11 +248,13 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 	/*
 	 * The ends of memory that is not held cannot wait for the next fork: by then they may
 	 * be another's. Where every page touched is marked, madvise() refuses a part of a huge
-	 * page that bears no mark, and that is soon enough. Without /proc they are the kernel's
-	 * to copy.
+	 * page that bears no mark, unless the base pages are all of it: that is soon enough.
+	 * Without /proc they are the kernel's to copy.
 	 */
 	if (!held && !(how & RF_PROTECT_NOWAIT) &&
-	    ((partial && rf_tracker_trusts(tracker)) || has_marked_end(tracker, slot)))
+	    ((partial &&
+	      (rf_tracker_trusts(tracker) || has_end_like_huge_page(tracker, slot))) ||
+	     has_marked_end(tracker, slot)))
 		(void)rf_ask_ends_alone(tracker, slot);
 	rf_tracker_extent(tracker, slot, &extent);
 	if (rf_likely(!(how & RF_PROTECT_FORKING))) {

@@ -717,6 +717,26 @@ def part_of_a_marked_huge_page(mode, holds):
     unmap(address, HUGE)
 
 
+@modes_and_trust
+@pytest.mark.parametrize("holds", ["held", "not held"])
+def test_all_base_pages_of_a_huge_page_do_not_fill_it(mode, trust, holds, hugepages):
+    """madvise() takes them, as together they are the huge page."""
+    hugepages(1)
+    run(all_base_pages_of_a_huge_page, mode, holds, env={"RDMAFORK_TRUST_COPYING": trust})
+
+
+def all_base_pages_of_a_huge_page(mode, holds):
+    rdmafork.fork_init(mode)
+    memory, address = huge_map(1)
+    memory[:] = b"h" * HUGE
+    owner = memory if holds == "held" else None
+    for start, end in ((0, HUGE - 100), (100, HUGE), (100, HUGE - 100)):
+        with register_address(address + start, end - start, owner=owner):
+            assert child(read, address, HUGE) == b"h" * HUGE
+    with register_address(address, HUGE, owner=owner):
+        assert child(read, address) == signal.SIGSEGV
+
+
 @both_modes
 @needs_pins
 def test_pinned_huge_pages_and_an_empty_pool(mode, hugepages):

@@ -121,8 +121,9 @@ static bool name_page(uintptr_t page, size_t page_size, const char *why, struct 
  * The same of the page @slot begins in, or else the one it ends in, if it does not fill them.
  * Malloc's blocks lie in one heap, so one end is enough there.
  */
-static void name_lost_pages(const struct rf_engine *engine, const struct rf_slot *slot,
-			    struct rf_error *error)
+static __attribute__((noinline)) void name_lost_pages(const struct rf_engine *engine,
+						      const struct rf_slot *slot,
+						      struct rf_error *error)
 {
 	const size_t page_size = engine->tracker.kernel->page_size;
 	const uintptr_t mask = page_size - 1;
@@ -130,8 +131,7 @@ static void name_lost_pages(const struct rf_engine *engine, const struct rf_slot
 	const bool begins = !slot->start_shift && slot->start & mask;
 	const bool ends = !slot->end_shift && slot->end & mask;
 
-	if (rf_likely(rf_tracker_trusts(&engine->tracker)) || slot->start == slot->end ||
-	    slot->policy == RF_KEEP || !(begins || ends))
+	if (slot->start == slot->end || slot->policy == RF_KEEP || !(begins || ends))
 		return;
 	if (begins && name_page(first, page_size, rf_fork_uses(first, page_size), error))
 		return;
@@ -147,8 +147,8 @@ static void name_lost_pages(const struct rf_engine *engine, const struct rf_slot
  * The slot is counted, or waits for that. Negative: a fork would have no room for it, and
  * that is undone.
  */
-static int settle(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
-		  struct rf_error *error)
+static inline int settle(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
+			 struct rf_error *error)
 {
 	if (rf_unlikely(reserve_list(engine) < 0)) {
 		if (slot->flags & RF_SLOT_LISTED)
@@ -194,15 +194,15 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 		return 0;
 	}
 	rc = protect(engine, slot, index, flags, error);
-	if (rc >= 0 && (slot->flags & RF_SLOT_COUNTED ||
-			(slot->flags & RF_SLOT_LISTED && engine->mode == RF_MODE_EAGER)))
+	if (rc >= 0 && (slot->flags & RF_SLOT_COUNTED || engine->mode == RF_MODE_EAGER))
 		rc = settle(engine, slot, index, error);
 	if (rf_unlikely(rc < 0)) {
 		rf_registry_take_back(&engine->registry, index);
 		handle->serial = 0;
 		return rc;
 	}
-	name_lost_pages(engine, slot, error);
+	if (rf_unlikely(!rf_tracker_trusts(&engine->tracker)))
+		name_lost_pages(engine, slot, error);
 	engine->registered = 1;
 	return 1;
 }

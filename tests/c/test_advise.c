@@ -369,7 +369,7 @@ static void a_mark_that_is_wanted_again_is_not_taken_away(void)
 		unheld = check_register(at, check_page, 0);
 		rf_sys_fail_from(nth, ENOMEM);
 		CHECK(rf_enter(0) == 0);
-		rf_prefork(&rf_engine.tracker, &rf_engine.registry);
+		rf_prefork(&rf_engine.tracker, &rf_engine.registry, &rf_engine.list);
 		rf_leave();
 		rf_sys_fail(0, 0);
 		range = rf_ranges_find(&rf_engine.tracker.ranges, (uintptr_t)at);

@@ -50,7 +50,7 @@ class Model:
         self.whole = whole
         self.pages = {}  # address: Page; where there is none, nothing is mapped
         self.registrations = {}  # key: Registration
-        self.doubted = set()  # pages that nobody held at some time since they were registered
+        self.doubted = set()  # addresses of registered pages that at some time nobody held
         self.now = 0
         self.forked = 0  # when the last fork was
 
@@ -91,16 +91,16 @@ class Model:
             min([start & -PAGE, *touched]),
             max([end + -end % PAGE, *[a + self.pages[a].nbytes for a in touched]]),
         )
-        made = Registration(start, end, held, self.tick(), reach, on_fork)
-        self.registrations[key] = made
+        self.registrations[key] = Registration(start, end, held, self.tick(), reach, on_fork)
         if not held:
-            self.doubted.update(a for a in touched if self.covers(made, a, self.pages[a]))
+            self.doubted.update(range(*reach, PAGE))
         return True
 
     def release(self, key):
         released = self.registrations.pop(key)
-        for address in self.doubted & set(self.pages_in(released.start, released.end)):
-            if not any(self.covers(r, address, self.pages[address]) for r in self.all()):
+        reaches = [r.reach for r in self.all() if r.on_fork != "keep"]
+        for address in self.doubted & set(range(*released.reach, PAGE)):
+            if not any(first <= address < last for first, last in reaches):
                 self.doubted.discard(address)
 
     def fork(self):

@@ -203,7 +203,7 @@ def test_adjacent_registrations_are_one_call_at_fork():
 
 @needs_lazy
 def test_separate_registrations_are_few_calls_at_fork():
-    """Up to 64 ranges a call, where the kernel has process_madvise() for that."""
+    """Up to 16 ranges a call, where the kernel has process_madvise() for that."""
     if not rdmafork.kernel_info().process_madvise:
         pytest.skip("no process_madvise() on this kernel")
     sections = traced(
@@ -219,7 +219,7 @@ def test_separate_registrations_are_few_calls_at_fork():
         """
     )
     calls = [call for call in sections["fork"] if "FORK" in call and "madvise" in call]
-    assert len(calls) == 2, calls
+    assert len(calls) == 8, calls
 
 
 @both_modes

@@ -57,20 +57,28 @@ struct heap {
 	size_t nbytes, writable;
 };
 
-/*
- * Is [@address, @address + 1) in the first heap of an arena? Its first word points right behind
- * its head. Looked at without a fault.
- */
+/* The first heap of an arena: its first word points right behind its head. No fault. */
+static bool begins_arena(uintptr_t head, struct heap *heap)
+{
+	struct iovec to = { heap, sizeof(*heap) }, from = { (void *)head, sizeof(*heap) };
+
+	return rf_sys_copy(&to, &from, 1) == sizeof(*heap) && heap->arena > head &&
+	       heap->arena < head + ARENA_HEADER;
+}
+
+static bool is_head_of_arena(uintptr_t page)
+{
+	struct heap heap;
+
+	return !(page & (ARENA_ALIGNMENT - 1)) && begins_arena(page, &heap);
+}
+
 static bool is_in_arena(uintptr_t address)
 {
 	const uintptr_t head = address & ~(ARENA_ALIGNMENT - 1);
-	struct heap heap = { .arena = 0 };
-	struct iovec to = { &heap, sizeof(heap) };
-	struct iovec from = { (void *)head, sizeof(heap) };
+	struct heap heap;
 
-	return rf_sys_copy(&to, &from, 1) == sizeof(heap) && heap.arena > head &&
-	       heap.arena < head + ARENA_HEADER && heap.nbytes <= ARENA_ALIGNMENT &&
-	       address - head < heap.nbytes;
+	return begins_arena(head, &heap) && address - head < heap.nbytes;
 }
 
 /* Where the program's data end; the main heap begins there or somewhat later. */
@@ -79,15 +87,16 @@ static uintptr_t end_of_program(void)
 	static uintptr_t known;
 	const ElfW(Phdr) *header = (const void *)getauxval(AT_PHDR);
 	const ElfW(Phdr) *last = header + getauxval(AT_PHNUM);
-	uintptr_t end = __atomic_load_n(&known, __ATOMIC_RELAXED), base = 0;
+	uintptr_t end = __atomic_load_n(&known, __ATOMIC_RELAXED), base = 0, stop;
 
 	if (end || !header)
 		return end ? end : UINTPTR_MAX;
 	for (; header < last; header++) {
+		stop = base + header->p_vaddr + header->p_memsz;
 		if (header->p_type == PT_PHDR)
 			base = getauxval(AT_PHDR) - header->p_vaddr;
-		else if (header->p_type == PT_LOAD && base + header->p_vaddr + header->p_memsz > end)
-			end = base + header->p_vaddr + header->p_memsz;
+		else if (header->p_type == PT_LOAD && stop > end)
+			end = stop;
 	}
 	__atomic_store_n(&known, end, __ATOMIC_RELAXED);
 	return end;
@@ -106,7 +115,7 @@ const char *rf_fork_uses(uintptr_t page, size_t page_size)
 		return "this thread's control block, which fork() uses" LACKED;
 	if (is_own_tls(page, page_size))
 		return "this thread's TLS, which fork() uses" LACKED;
-	if (!(page & (ARENA_ALIGNMENT - 1)) && is_in_arena(page))
+	if (is_head_of_arena(page))
 		return "the head of a malloc() arena, which fork() uses" LACKED;
 	return NULL;
 }

@@ -331,6 +331,7 @@ static int fill_spare(struct rf_child_list *list, struct rf_tracker *tracker, ui
 	if (grow(&list->spare, header(0)) < 0 || grow(&list->shown, header(0)) < 0)
 		return -ENOMEM;
 	list->spare->count = 0;
+	list->spare->early = start < end;
 	list->spare->used = header(0);
 	rc = collect(&to, start, end);
 	*mapped_anew = to.mapped_anew;
@@ -453,10 +454,10 @@ static bool is_wiped(const struct rf_area *area)
 	return area->mark == RF_MARK_WIPEONFORK;
 }
 
-/* It may be by now, if this is the child of a fork in the middle of another one's marking. */
-static bool may_be_wiped(const struct rf_area *area)
+/* This may be the child of a fork in the middle of another one's marking. */
+static bool may_be_wiped(const struct rf_areas *areas, const struct rf_area *area)
 {
-	return is_wiped(area) || area->finds == RF_FINDS_ZEROS;
+	return is_wiped(area) || (areas->early && area->finds == RF_FINDS_ZEROS);
 }
 
 /* What touches in one call: at the limit of VMAs that needs no split. Was any refused? */
@@ -467,10 +468,11 @@ static bool keep_wiped(const struct rf_areas *areas)
 	uintptr_t start;
 
 	for (; area < last; area++) {
-		if (!may_be_wiped(area))
+		if (!may_be_wiped(areas, area))
 			continue;
 		start = area->start;
-		while (area + 1 < last && may_be_wiped(area + 1) && area[1].start == area->end)
+		while (area + 1 < last && may_be_wiped(areas, area + 1) &&
+		       area[1].start == area->end)
 			area++;
 		refused |= rf_sys_madvise(start, area->end - start, MADV_KEEPONFORK) < 0;
 	}

@@ -46,6 +46,7 @@ struct rf_areas {
 	size_t mapped;
 	size_t bytes_at, used;
 	uint32_t count;
+	bool early;		/* marks follow: what is to be zeros may be wiped by then */
 	struct rf_area areas[];
 };
 

@@ -3,6 +3,7 @@
 #include "ask.h"
 #include "kernel.h"
 #include "marks.h"
+#include "window.h"
 
 #include <errno.h>
 #include <sys/mman.h>
@@ -358,7 +359,10 @@ static void walk(struct rf_tracker *tracker, struct rf_child_list *list)
 		unmark_shared(tracker);
 	if (!list)
 		return;
-	may_wipe = !found.wiped || rf_child_list_make(list, tracker, 0, UINTPTR_MAX) >= 0;
+	/* A child that another fork makes meanwhile must know of the marks that follow. */
+	may_wipe = true;
+	if (found.wiped || (rf_window_forks() > 1 && (found.due || found.otherwise)))
+		may_wipe = rf_child_list_make(list, tracker, 0, UINTPTR_MAX) >= 0;
 	if (found.doubted)
 		mark_doubted(tracker);
 	if (found.otherwise && may_wipe)

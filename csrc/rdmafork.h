@@ -84,7 +84,7 @@ enum rf_cause {
 	RF_CAUSE_ENVIRONMENT,	/* EINVAL: a variable holds a value that means nothing */
 	RF_CAUSE_UNTRUSTED,	/* ENOTSUP: lazy, where the kernel's copying is not trusted */
 	RF_CAUSE_OTHER_ENGINE,	/* EEXIST: another copy of librdmafork runs in this process */
-	/* No error: registered, but other memory on the page [start, end) is not safe in a child. */
+	/* No error: registered, but a child may lack other memory on the page [start, end). */
 	RF_CAUSE_SHARED_PAGE,
 	RF_CAUSE_LIBRARY,	/* ENOTSUP: a libibverbs cannot be intercepted: text */
 };

@@ -20,9 +20,14 @@ struct rf_window {
 /* Hidden: each registration reads it, and needs no look at where it is. */
 extern struct rf_window rf_window __attribute__((visibility("hidden")));
 
-static inline bool rf_window_is_open(void)
+static inline int rf_window_forks(void)
 {
 	return __atomic_load_n(&rf_window.forks, __ATOMIC_RELAXED);
+}
+
+static inline bool rf_window_is_open(void)
+{
+	return rf_window_forks();
 }
 
 /* In a prepare handler. */

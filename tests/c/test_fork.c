@@ -5,7 +5,8 @@
  */
 #define _GNU_SOURCE
 #include "check.h"
-#include "engine.h"
+#include "fork.h"
+#include "prefork.h"
 #include "window.h"
 
 #include <dlfcn.h>
@@ -239,7 +240,7 @@ static void check_gives_back(void)
 	check_empty();
 }
 
-static void whoever_comes_out_of_nested_forks_gives_pages_back(void)
+static void each_process_of_nested_forks_gives_pages_back(void)
 {
 	pid_t self = getpid(), child;
 
@@ -256,6 +257,38 @@ static void whoever_comes_out_of_nested_forks_gives_pages_back(void)
 	check_gives_back();
 	if (getpid() != self)
 		_exit(0);
+}
+
+/* A fork of another thread's, as far as its marks: its list is not shown yet. */
+static void prepare_anothers_fork(void)
+{
+	early = check_register(early_memory + CHECK_HUGE + 100, 64, RF_HELD);
+	rf_window_open();
+	CHECK(rf_enter(RF_FORKING) == 0);
+	rf_prefork(&rf_engine.tracker, &rf_engine.registry, &rf_engine.list);
+	rf_leave();
+}
+
+static void a_fork_amid_anothers_gives_back_what_that_marks(void)
+{
+	pid_t child;
+
+	check_needs_lazy();
+	check_start(RF_MODE_LAZY);
+	early_memory = check_map_huge(2, MAP_PRIVATE);
+	memset(early_memory, 7, 2 * CHECK_HUGE);
+	inside[0] = prepare_anothers_fork;
+	child = fork();
+	CHECK(child >= 0);
+	if (!child) {
+		signal(SIGSEGV, SIG_DFL);
+		_exit(early_memory[CHECK_HUGE]);
+	}
+	rf_window_shut();
+	CHECK(check_flags(early_memory + CHECK_HUGE) & CHECK_DC);
+	CHECK(check_wait(child) == 7);
+	check_release(early);
+	check_empty();
 }
 
 #define CROWD 64
@@ -531,7 +564,8 @@ int main(int argc, char **argv)
 		SCENARIO(shared_memory_in_the_window_eager),
 		SCENARIO(shared_memory_in_the_window_lazy),
 		SCENARIO(a_fork_within_a_fork_shuts_the_window),
-		SCENARIO(whoever_comes_out_of_nested_forks_gives_pages_back),
+		SCENARIO(each_process_of_nested_forks_gives_pages_back),
+		SCENARIO_HUGE(a_fork_amid_anothers_gives_back_what_that_marks),
 		SCENARIO(a_registration_in_the_window_that_fails_changes_nothing),
 		SCENARIO(a_fork_that_fails_shuts_the_window),
 		SCENARIO(errno_passes_through_the_handlers),

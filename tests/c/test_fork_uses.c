@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Where whole pages leave: which registrations share theirs with fork() or malloc(), and who says so. */
+/* Where whole pages leave: memory on them that fork() or malloc() uses is named. */
 #define _GNU_SOURCE
 #include "check.h"
 #include "engine.h"
@@ -77,6 +77,15 @@ static const char of_malloc[] =
 	"malloc()'s memory: if another thread calls malloc() while a child is made, the child "
 	"may die; align the buffer to whole pages";
 
+static void needs_glibc_s_malloc(void)
+{
+#ifndef __GLIBC__
+	check_skip("another libc's malloc()");
+#endif
+	if (CHECK_SLOWNESS > 1)
+		check_skip("a sanitizer's malloc()");
+}
+
 static void *name_arena(void *unused)
 {
 	char *block = malloc(20000);
@@ -94,6 +103,7 @@ static void malloc_s_memory_is_named(void)
 	static char data[20000];
 	pthread_t thread;
 
+	needs_glibc_s_malloc();
 	mallopt(M_MMAP_THRESHOLD, 1 << 17);
 	small = malloc(100);
 	block = malloc(100000);
@@ -193,6 +203,7 @@ static void a_c_program_is_told_once_for_each_cause(void)
 {
 	char text[4096], pid[32];
 
+	needs_glibc_s_malloc();
 	start_untrusted();
 	CHECK(!written(register_mapped, text, sizeof(text)), "%s", text);
 	CHECK(written(register_on_the_stack, text, sizeof(text)));
@@ -235,6 +246,7 @@ static void the_report_has_it(void)
 	ssize_t length;
 	pid_t pid;
 
+	needs_glibc_s_malloc();
 	CHECK(fd >= 0 && null >= 0 && dup2(null, STDERR_FILENO) >= 0);
 	CHECK(setenv("RDMAFORK_REPORT", path, 1) == 0);
 	pid = fork();
@@ -267,6 +279,7 @@ static void a_child_is_told_anew(void)
 {
 	char text[4096];
 
+	needs_glibc_s_malloc();
 	start_untrusted();
 	CHECK(written(register_malloc_s, text, sizeof(text)) && lines(text) == 1);
 	CHECK(written(in_its_child, text, sizeof(text)) && lines(text) == 1, "%s", text);

@@ -7,6 +7,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 
 static struct rf_error error;
@@ -485,6 +486,31 @@ static void zeros_are_a_child_s_own_before_the_next_list_is_made(void)
 	check_empty();
 }
 
+/* Nothing can be shown to a child, which would not know that its children lose its bytes. */
+static void without_memory_a_child_keeps_what_it_writes(void)
+{
+	const struct rlimit none = { 0, RLIM_INFINITY }, any = { RLIM_INFINITY, RLIM_INFINITY };
+	char *memory = check_map(2);
+	struct rf_handle handle;
+	pid_t pid;
+
+	start(RF_MODE_LAZY);
+	memset(memory, 7, check_page);
+	handle = take(memory, check_page, RF_WIPE);
+	CHECK(!setrlimit(RLIMIT_AS, &none));
+	pid = fork();
+	CHECK(!setrlimit(RLIMIT_AS, &any));
+	if (!pid) {
+		memory[0] = 8;
+		CHECK(child_finds(memory) == 8);
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	CHECK(child_finds(memory) == 0);
+	check_release(handle);
+	check_empty();
+}
+
 /* A fork that finds no memory leaves no mark to its child. */
 static void zeros_are_a_child_s_own_whatever_fails(void)
 {
@@ -569,6 +595,7 @@ int main(int argc, char **argv)
 		SCENARIO(zeros_are_a_child_s_own_before_the_next_list_is_made),
 		SCENARIO(zeros_are_a_child_s_own_whatever_fails),
 		SCENARIO(a_child_starts_from_nothing),
+		SCENARIO(without_memory_a_child_keeps_what_it_writes),
 		SCENARIO(children_unmark_any_number_of_them),
 		SCENARIO(a_mark_that_waits_is_unmarked_in_a_child),
 		SCENARIO(a_child_at_the_kernels_limit_unmarks_them_together),

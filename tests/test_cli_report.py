@@ -30,6 +30,7 @@ def line(rank=0, /, **changed):
         "absent_bytes": {"total": 4 << 30, "last": 1 << 30},
         "left_bytes": 0,
         "unbalanced": 0,
+        "gone_bytes": 0,
         "libraries": [{"path": LIBRARY, "how": "ours", "why": None}],
         "errors": [],
         "fork_callers": [{"symbol": "os_fork", "object": "/usr/bin/python3.11", "count": 4}],

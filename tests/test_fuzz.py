@@ -281,7 +281,7 @@ LINE = {
     "kernel": {"release": "6.1", "copy_on_fork": 1, "copy_trusted": 1},
     "registrations": {"total": 1, "live": 1}, "ranges": {"calls": 0, "live": 0}, "forks": 1,
     "handler_ns": {"total": 1, "max": 1}, "absent_bytes": {"total": 1, "last": 1},
-    "left_bytes": 0, "unbalanced": 0,
+    "left_bytes": 0, "unbalanced": 0, "gone_bytes": 0,
     "libraries": [{"path": "/l", "how": "ours", "why": None}], "errors": [],
     "fork_callers": [{"symbol": "f", "object": "/o", "count": 1}],
 }  # fmt: skip

@@ -24,6 +24,7 @@ static bool is_in_reach(uintptr_t from, uintptr_t to)
 
 static int map_near(uintptr_t entry, size_t page_size)
 {
+	const int protection = PROT_READ | PROT_WRITE;
 	uintptr_t start = entry & ~(STEP - 1), distance, at;
 	int rc = -ENOMEM;
 
@@ -32,10 +33,10 @@ static int map_near(uintptr_t entry, size_t page_size)
 		return 0;
 	for (distance = STEP; distance < REACH; distance += STEP) {
 		at = start - distance;
-		rc = start > distance ? rf_sys_map_at(at, page_size, PROT_READ | PROT_WRITE) : -EEXIST;
+		rc = start > distance ? rf_sys_map_at(at, page_size, protection) : -EEXIST;
 		if (rc < 0) {
 			at = start + distance;
-			rc = rf_sys_map_at(at, page_size, PROT_READ | PROT_WRITE);
+			rc = rf_sys_map_at(at, page_size, protection);
 		}
 		if (rc >= 0)
 			break;

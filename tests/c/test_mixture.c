@@ -344,9 +344,12 @@ static void untrusted_by_text(void)
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
-		SCENARIO_HUGE(lazily),	  SCENARIO_HUGE(lazily_by_text),
-		SCENARIO_HUGE(eagerly),	  SCENARIO_HUGE(eagerly_by_text),
-		SCENARIO_HUGE(untrusted), SCENARIO_HUGE(untrusted_by_text),
+		SCENARIO_HUGE(lazily),
+		SCENARIO_HUGE(lazily_by_text),
+		SCENARIO_HUGE(eagerly),
+		SCENARIO_HUGE(eagerly_by_text),
+		SCENARIO_HUGE(untrusted),
+		SCENARIO_HUGE(untrusted_by_text),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -117,7 +117,7 @@ cdef class Buffer(Registration):
     base page size, base pages only; one of kernel_info().huge_page_sizes, huge pages
     of the kernel's pool.
 
-    on_fork: what a child gets of the memory, as register() takes it.
+    on_fork: what a child gets of the memory, all of its pages, as register() takes it.
 
     It has the buffer protocol, writable: memoryview(buffer), numpy.frombuffer(),
     torch.frombuffer(), socket.recv_into(). Registering any part of it again, with a

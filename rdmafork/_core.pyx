@@ -220,7 +220,7 @@ cdef class Registration:
 
     @property
     def on_fork(self):
-        """What a child gets of the memory: "omit", "wipe" or "keep"."""
+        """What a child gets of the pages it fills: "omit", "wipe" or "keep"."""
         check_usable(self)
         return POLICY_NAMES[self.policy]
 

@@ -24,8 +24,8 @@ class SharedPageWarning(RuntimeWarning):
     """Memory was registered on a page that forked children need, and lack or get too late.
 
     The message says whose page it is: fork()'s own, or malloc()'s. This happens only where
-    whole pages are kept from children: on kernels whose copying at fork cannot be trusted, and
-    with RDMAFORK_TRUST_COPYING=0. Register a Buffer instead.
+    partial pages are kept from children: on kernels whose copying at fork cannot be
+    trusted, and with RDMAFORK_TRUST_COPYING=0. Register a Buffer instead.
     """
 
     __module__ = "rdmafork"

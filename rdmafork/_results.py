@@ -20,9 +20,10 @@ class ProtectedRange(NamedTuple):
     start: int
     end: int
     registrations: int  #: how many touch them
-    on_fork: str  #: "omit", "wipe" or "keep": the first of these that anybody wants
+    on_fork: str  #: "omit", "wipe" or "keep": the first of these that a registration wants
     protected_by: str | None
-    """ "advice": absent from children, or zeros (``dc``, ``wf`` in VmFlags of /proc/self/smaps).
+    """ "advice": marked (``dc`` or ``wf`` in VmFlags of /proc/self/smaps), so a child finds
+    nothing there, zeros, or a copy where no single registration fills the page.
     "kernel": the kernel copies them at fork. "pending": the next fork() decides.
     "shared": shared memory, which fork() never moves. None: nothing, it was registered
     before fork_init()."""

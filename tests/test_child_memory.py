@@ -14,6 +14,7 @@ import itertools
 import mmap
 import os
 import tempfile
+import warnings
 from collections import Counter
 from typing import NamedTuple
 
@@ -276,10 +277,15 @@ def register(data, model, held):
     owner = data.draw(st.sampled_from([None, model]))
     nbytes = span.end - span.start
     refusal = model.refusal(span, on_fork)
+    heap = any(span.touches(piece) and piece.kind == "heap" for piece in model.pieces)
     try:
-        held.enter_context(
-            rdmafork.register_address(span.start, nbytes, on_fork=on_fork, owner=owner)
-        )
+        with warnings.catch_warnings():
+            # No other thread calls malloc() here.
+            if heap and not model.trusted:
+                warnings.simplefilter("ignore", rdmafork.SharedPageWarning)
+            held.enter_context(
+                rdmafork.register_address(span.start, nbytes, on_fork=on_fork, owner=owner)
+            )
     except OSError as error:
         assert error.errno == refusal, error
     else:

@@ -212,10 +212,7 @@ class Model:
         page = self.pages[address]
         if page.moved:
             return {"dc", "wf", "dcwf"}  # one of them is underway with it
-        wiped = any(
-            r.on_fork == "wipe" and self.fills(r, address, page)
-            for r in self.all()
-        )
+        wiped = any(r.on_fork == "wipe" and self.fills(r, address, page) for r in self.all())
         if page.nbytes > PAGE or not wiped:
             return {"dc"}
         if not forked or address in self.doubted or not self.touching(address)[1]:

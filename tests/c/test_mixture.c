@@ -15,7 +15,7 @@
 #define STRETCH CHECK_HUGE
 #define STRETCHES 6
 #define BYTES ((size_t)STRETCHES * STRETCH)
-#define SAMPLE 32		/* base pages of a stretch that are looked at and registered near */
+#define SAMPLE 32  /* base pages of a stretch that are looked at and registered near */
 #define LIVE 10
 
 enum kind {

@@ -164,7 +164,7 @@ def test_a_region_of_ours_counts_once(rc):
 def _counts_once(rc):
     ours = Ours(rc)
     before = rdmafork.stats()
-    region = ours.domain.register(bytearray(SIZE), ALL)
+    region = ours.domain.register(memory("base", SIZE), ALL)
     stats = rdmafork.stats()
     assert stats.registrations == before.registrations + 1
     assert (stats.ibv_ranges, stats.ibv_calls) == (before.ibv_ranges, before.ibv_calls)

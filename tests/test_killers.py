@@ -16,6 +16,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from multiprocessing.shared_memory import SharedMemory
 from typing import NamedTuple
 
@@ -71,10 +72,13 @@ def as_libibverbs_does(buffer):
 
 
 def register(buffer):
-    try:
-        return rdmafork.register(buffer)
-    except Warning:
-        return None  # said beforehand: this one may take a child's life
+    """Of malloc()'s memory no other thread takes any here, so no child dies of that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*malloc\\(\\)'s memory", rdmafork.SharedPageWarning)
+        try:
+            return rdmafork.register(buffer)
+        except Warning:
+            return None  # said beforehand: this one may take a child's life
 
 
 class Parent:

@@ -54,20 +54,21 @@ enum gate {
 /* ---- What a child is promised ---- */
 
 struct promise {
-	bool omitted, wiped;	/* as it is registered */
+	bool omitted, wiped;	/* by one that fills the page */
+	bool partial;		/* one only touches it, and it is copied by the engine */
 	bool stale;		/* by one that speaks of what was there before */
 	char *page;		/* which is marked as one */
 	size_t nbytes;
 };
 
-static bool takes(const struct soak_buffer *buffer, const struct soak_registration *one,
-		  const struct promise *promise)
+static bool touches(const struct soak_registration *one, const struct promise *promise)
 {
-	char *end = promise->page + promise->nbytes;
+	return one->start < promise->page + promise->nbytes && one->end > promise->page;
+}
 
-	if (soak.whole || buffer->kind == SOAK_HUGETLB)
-		return one->start < end && one->end > promise->page;
-	return one->start <= promise->page && one->end >= end;
+static bool fills(const struct soak_registration *one, const struct promise *promise)
+{
+	return one->start <= promise->page && one->end >= promise->page + promise->nbytes;
 }
 
 static struct promise promised(const struct soak_buffer *buffer, char *page, bool raw)
@@ -86,27 +87,18 @@ static struct promise promised(const struct soak_buffer *buffer, char *page, boo
 	for (i = 0; i < buffer->count; i++) {
 		const struct soak_registration *one = &buffer->registrations[i];
 
-		if (one->policy == RF_KEEP || !takes(buffer, one, &promise))
+		if (one->policy == RF_KEEP || !touches(one, &promise))
 			continue;
+		if (!fills(one, &promise)) {
+			promise.partial |= soak.whole || buffer->kind == SOAK_HUGETLB;
+			promise.stale |= one->stale && promise.partial;
+			continue;
+		}
 		promise.stale |= one->stale;
 		promise.omitted |= !one->stale && one->policy == RF_OMIT;
 		promise.wiped |= !one->stale && one->policy == RF_WIPE;
 	}
 	return promise;
-}
-
-/* Does a registration omit or wipe the byte? */
-static bool is_taken(const struct soak_buffer *buffer, const char *at)
-{
-	unsigned int i;
-
-	for (i = 0; i < buffer->count; i++) {
-		const struct soak_registration *one = &buffer->registrations[i];
-
-		if (one->policy != RF_KEEP && one->start <= at && at < one->end)
-			return true;
-	}
-	return false;
 }
 
 static const char *who = "a child";
@@ -128,27 +120,6 @@ static void check_zeros(const struct soak_buffer *buffer, const char *page, cons
 	for (i = 0; i < nbytes; i++)
 		if (found[i])
 			wrong_page(buffer, page + i, "wiped, and not zero");
-}
-
-/* A page that left as a whole: the child has the bytes of nobody again. */
-static void check_given_back(const struct soak_buffer *buffer, const char *from,
-			     const char *found, size_t nbytes, bool present)
-{
-	char expected[SOAK_PAGE];
-	size_t i, own = 0;
-
-	soak_buffer_expected(buffer, (size_t)(from - buffer->start), nbytes, expected);
-	for (i = 0; i < nbytes; i++) {
-		bool taken = is_taken(buffer, from + i);
-
-		own += !taken;
-		if (present && taken && found[i])
-			wrong_page(buffer, from + i, "registered, and there");
-		if (present && !taken && found[i] != expected[i])
-			wrong_page(buffer, from + i, "not registered, and not given back");
-	}
-	if (own && !present)
-		wrong_page(buffer, from, "not registered, and absent");
 }
 
 /* Each byte is the parent's, or zero. */
@@ -180,7 +151,7 @@ static void look_at_page(const struct soak_buffer *buffer, char *page, const str
 	struct promise promise = promised(buffer, page, plan->raw);
 	char *from = page > buffer->start ? page : buffer->start;
 	char *end = buffer->start + buffer->nbytes, found[SOAK_PAGE];
-	bool whole = soak.whole || buffer->kind == SOAK_HUGETLB, present;
+	bool registered = promise.omitted || promise.wiped || promise.partial, present;
 	size_t nbytes;
 
 	end = page + SOAK_PAGE < end ? page + SOAK_PAGE : end;
@@ -189,28 +160,24 @@ static void look_at_page(const struct soak_buffer *buffer, char *page, const str
 	soak_count(&soak_children->pages_looked_at, 1);
 	soak_count(&soak_children->pages_absent, !present);
 	soak_count(&soak_children->pages_wiped, promise.wiped && present);
-	if (!promise.omitted && !promise.wiped && !promise.stale) {
+	if (promise.stale || (plan->raw && registered)) {
+		/* No handler has marked what waits, or given anything back. */
+		if (present && buffer->kind != SOAK_SHARED)
+			check_either(buffer, from, found, nbytes);
+	} else if (promise.omitted) {
+		if (present)
+			wrong_page(buffer, page, "omitted, and there");
+	} else if (promise.wiped) {
 		if (!present)
-			wrong_page(buffer, page, "not registered, and absent");
+			wrong_page(buffer, page, "wiped, and absent");
+		check_zeros(buffer, from, found, nbytes);
+	} else {
+		if (!present)
+			wrong_page(buffer, page, "not filled by a registration, and absent");
 		if (buffer->kind != SOAK_SHARED || plan->met)
 			soak_buffer_compare(buffer, (size_t)(from - buffer->start), nbytes, found,
 					    who);
 		soak_count(&soak_children->bytes_compared, nbytes);
-	} else if (promise.stale || plan->raw) {
-		/* No handler has marked what waits: then it is the kernel's copy. */
-		if (present && promise.wiped && !promise.stale && !whole)
-			check_zeros(buffer, from, found, nbytes);
-		else if (present && buffer->kind != SOAK_SHARED)
-			check_either(buffer, from, found, nbytes);
-	} else if (whole) {
-		check_given_back(buffer, from, found, nbytes, present);
-	} else if (promise.omitted) {
-		if (present)
-			wrong_page(buffer, page, "omitted, and there");
-	} else {
-		if (!present)
-			wrong_page(buffer, page, "wiped, and absent");
-		check_zeros(buffer, from, found, nbytes);
 	}
 }
 

@@ -351,8 +351,9 @@ static ssize_t copy_through(const int pipe[2], const struct iovec *to, const str
 		nbytes = to->iov_len - done;
 		nbytes = from->iov_len < nbytes ? from->iov_len : nbytes;
 		for (at = 0; at < nbytes; at += (size_t)rc, done += (size_t)rc) {
+			/* An address, and no pointer: what is read may begin at 0. */
 			rc = copy_some(pipe, (char *)to->iov_base + done,
-				       (const char *)from->iov_base + at, nbytes - at);
+				       (const void *)((uintptr_t)from->iov_base + at), nbytes - at);
 			if (rc <= 0)
 				return done ? (ssize_t)done : rc;
 		}

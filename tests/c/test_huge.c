@@ -49,6 +49,8 @@ static void without_memory_partial_huge_pages_are_the_kernels(void)
 	struct rf_handle handle;
 	pid_t child;
 
+	if (CHECK_TSAN)
+		check_skip("ThreadSanitizer needs memory of its own");
 	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
 	memset(memory, 7, 2 * CHECK_HUGE);

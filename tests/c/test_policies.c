@@ -494,6 +494,8 @@ static void without_memory_a_child_keeps_what_it_writes(void)
 	struct rf_handle handle;
 	pid_t pid;
 
+	if (CHECK_TSAN)
+		check_skip("ThreadSanitizer needs memory of its own");
 	start(RF_MODE_LAZY);
 	memset(memory, 7, check_page);
 	handle = take(memory, check_page, RF_WIPE);

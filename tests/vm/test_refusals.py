@@ -129,10 +129,13 @@ def test_memory_that_cannot_be_registered(rc, mode):
 def test_read_only_memory_is_registered_for_reading(rc):
     rdmafork.fork_init()
     ours = Ours(rc)
-    content = bytes(range(256)) * 1024  # not in the heap, whose pages malloc() uses too
+    # Not in the heap, whose pages malloc() uses too.
+    content = memory("base", 256 * 40)
+    content[:] = bytes(range(256)) * 40
+    content = content.toreadonly()
     source = ours.domain.register(content)
     assert source.access == 0
-    copy = ours.domain.register(bytearray(len(content)))
+    copy = ours.domain.register(memory("base", len(content)))
     assert copy.access == Access.LOCAL_WRITE
     remote = ours.register(content, Access.REMOTE_READ)
     pair = rc.pair(ours.context, ours.pd)

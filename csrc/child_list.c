@@ -72,10 +72,9 @@ struct collection {
 
 static int append(struct collection *to, const struct rf_area *area)
 {
-	struct rf_areas *spare = to->list->spare;
+	struct rf_areas *spare;
 
-	spare->used = header(spare->count);
-	if (grow(&to->list->spare, header(spare->count + 1ull)) < 0)
+	if (grow(&to->list->spare, header(to->list->spare->count + 1ull)) < 0)
 		return -ENOMEM;
 	spare = to->list->spare;
 	spare->areas[spare->count++] = *area;
@@ -97,7 +96,7 @@ static int append_copies(struct collection *to, struct rf_area area)
 	return rc;
 }
 
-/* The part of @area from its start on that has one protection; 0: nothing is mapped there. */
+/* The end of its first part with one protection; nothing, where nothing is mapped. */
 static uintptr_t ask_protection(struct collection *to, struct rf_area *area)
 {
 	struct rf_vma vma;

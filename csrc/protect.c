@@ -286,8 +286,8 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 }
 
 /*
- * Where somebody who does not hold the memory counts, only a registration that holds it
- * may mark it late. The one that is gone may have been that.
+ * Pages that a registration without RF_HELD counts may be marked late only while another
+ * one holds them. The released one may have been the last to do so.
  */
 static bool is_doubted_and_due(const struct rf_range *range)
 {

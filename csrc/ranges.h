@@ -104,7 +104,7 @@ struct rf_leaf {
 	int32_t more[RF_FINDS];	/* to be added to the counts of each range */
 	uint32_t least;		/* registrations of any page; where .known */
 	bool known;		/* the next two, and .least */
-	bool even, marked;	/* see rf_ranges_is_even() */
+	bool even, marked;	/* its ranges touch and are steady; all bear MADV_DONTFORK */
 	bool lazy;		/* .more is not zero */
 	struct rf_range ranges[RF_LEAF_RANGES];
 };

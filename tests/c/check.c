@@ -6,9 +6,13 @@
 #include "window.h"
 
 #include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <sys/file.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -457,6 +461,21 @@ void check_use_up_vmas(size_t spare)
 void check_give_back_vmas(void)
 {
 	CHECK(!munmap(hoard, hoard_bytes));
+}
+
+void check_refuse(unsigned int call, int error)
+{
+	struct sock_filter filters[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (unsigned int)error),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+	};
+	const struct sock_fprog program = { COUNT_OF(filters), filters };
+
+	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) ||
+	    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
+		check_skip("no seccomp filter: %s", strerror(errno));
 }
 
 /* ---- The engine ---- */

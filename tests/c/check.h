@@ -64,6 +64,9 @@ int check_run(const struct check_scenario *scenarios, size_t count, int argc, ch
 /* What callers tell apart, and some that sandboxes and limits give. */
 #define CHECK_ERRORS { ENOMEM, EAGAIN, EINVAL, EPERM, EACCES, ENOSYS, EMFILE, EIO }
 
+/* The kernel refuses that system call from here on, to this thread and what it makes. */
+void check_refuse(unsigned int call, int error);
+
 /* How much slower than usual this build is, on this machine. */
 unsigned int check_slowness(void);
 /* @amount for that and $SCALE, at least 1. */

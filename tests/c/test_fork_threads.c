@@ -6,12 +6,8 @@
 #include "window.h"
 
 #include <dlfcn.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stddef.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 
@@ -246,22 +242,6 @@ static void a_fork_waits_for_the_engine_but_not_for_ever(void)
 static pthread_t forker;
 static bool forked;
 
-/* Of this thread, and of no other. */
-static void refuse_futexes(int error)
-{
-	struct sock_filter filters[] = {
-		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
-		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_futex, 0, 1),
-		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (unsigned int)error),
-		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-	};
-	const struct sock_fprog program = { COUNT_OF(filters), filters };
-
-	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) ||
-	    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
-		check_skip("no seccomp filter: %s", strerror(errno));
-}
-
 static void ignore(int number)
 {
 	(void)number;
@@ -296,7 +276,7 @@ static void fork_while_the_engine_is_held(int error)
 	if (!error)
 		CHECK(!pthread_create(&signaller, NULL, signal_the_forker, NULL));
 	else
-		refuse_futexes(error);
+		check_refuse(SYS_futex, error);
 	check_alarm(20);
 	child = fork();
 	if (!child)

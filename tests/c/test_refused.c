@@ -9,30 +9,10 @@
 #include "fork.h"
 
 #include <fcntl.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <pthread.h>
-#include <stddef.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
 
 static const int refusals[] = { EPERM, ENOSYS, EACCES, ENOMEM };
-
-/* From here on, to this process and its children. */
-static void refuse(unsigned int call, int error)
-{
-	struct sock_filter filters[] = {
-		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
-		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1),
-		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (unsigned int)error),
-		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-	};
-	const struct sock_fprog program = { COUNT_OF(filters), filters };
-
-	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) ||
-	    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
-		check_skip("no seccomp filter: %s", strerror(errno));
-}
 
 static void start_untrusted(void)
 {
@@ -91,7 +71,7 @@ static void bytes_beside_are_given_back_if(int error)
 	start_untrusted();
 	for (i = 0; i < 16; i++)
 		check_register(memory + (4 * i + 1) * check_page - 100, check_page + 200, 0);
-	refuse(SYS_process_vm_readv, error);
+	check_refuse(SYS_process_vm_readv, error);
 	before = open_descriptors();
 	pid = fork();
 	if (!pid) {
@@ -159,7 +139,7 @@ static void compare_answers(void)
 static void a_copy_answers_the_same_where_it_is_refused(void)
 {
 	compare_answers();
-	refuse(SYS_process_vm_readv, EPERM);
+	check_refuse(SYS_process_vm_readv, EPERM);
 	compare_answers();
 }
 
@@ -169,7 +149,7 @@ static void without_descriptors_a_copy_is_refused(void)
 	struct iovec target = { to, 8 }, source = { from, 8 };
 	int fd;
 
-	refuse(SYS_process_vm_readv, EPERM);
+	check_refuse(SYS_process_vm_readv, EPERM);
 	CHECK(rf_sys_copy(&target, &source, 1) == 8 && !strcmp(to, "from"));
 	while ((fd = dup(0)) >= 0)
 		;
@@ -202,7 +182,7 @@ static void no_child_keeps_a_pipe_of_another_thread(void)
 
 	CHECK(pipe2(program, O_CLOEXEC | O_NONBLOCK) == 0);
 	start_untrusted();
-	refuse(SYS_process_vm_readv, EPERM);
+	check_refuse(SYS_process_vm_readv, EPERM);
 	CHECK(!pthread_create(&thread, NULL, copy_on, NULL));
 	for (round = 0; round < rounds; round++) {
 		pid = fork();
@@ -244,7 +224,7 @@ static void shared_memory_stays_if_ioctl_fails_with(int error)
 	start_untrusted();
 	check_register(shared, 4 * check_page, 0);
 	check_register(private, 4 * check_page, 0);
-	refuse(SYS_ioctl, error);
+	check_refuse(SYS_ioctl, error);
 	check_children(shared, private, 4);
 	/* In the middle of a round, too. */
 	rf_vma_init(&reader, true, 0);
@@ -278,7 +258,7 @@ static void shared_memory_stays_if_open_fails_with(int error)
 	check_register(memory, 4 * check_page, 0);
 	check_register(memory + 4 * check_page, 4 * check_page, 0);
 	check_register(memory + 8 * check_page, 4 * check_page - 100, RF_HELD);
-	refuse(SYS_openat, error);
+	check_refuse(SYS_openat, error);
 	check_children(apart, private, 4);
 	check_children(memory, memory + 4 * check_page, 4);
 	check_children(memory + 8 * check_page, memory + 6 * check_page, 4);

@@ -12,6 +12,9 @@
 #define BATCH 16
 #define REFUSALS 64
 
+/* Of a run that may be shared, where only single pages can be asked about. */
+#define PARTS 512
+
 /*
  * Where VMAs are short the longest runs get them: they cost the kernel most to copy.
  * Else every run is marked. On 6.18 a mark pays from two base pages on, from four with
@@ -200,36 +203,36 @@ static void leave_unasked(struct rf_tracker *tracker)
 		rf_marks_leave(tracker, &run);
 }
 
-/*
- * Where the kernel's copying is not trusted, what may be private stays marked. A registration
- * whose both ends are shared is not.
- */
-static void name_shared(struct rf_tracker *tracker, const struct rf_registry *registry)
+/* Is that page shared? False where the kernel does not say. */
+static bool is_shared_page(const struct rf_tracker *tracker, uintptr_t page)
 {
-	const struct rf_change shared = { .rename = true, .nature = RF_NATURE_SHARED };
-	const struct rf_range *range;
-	const struct rf_slot *slot;
-	struct rf_extent extent;
+	return rf_sys_is_shared(page, tracker->kernel->page_size) > 0;
+}
+
+/*
+ * Where the kernel's copying is not trusted, what may be private stays marked, and one
+ * system call a page tells what is shared. In long runs only some pages are asked about.
+ */
+static void leave_shared(struct rf_tracker *tracker)
+{
 	const size_t page_size = tracker->kernel->page_size;
 	struct rf_ranges *ranges = &tracker->ranges;
-	struct rf_run run;
-	uint32_t index;
+	struct rf_run run, part;
+	uintptr_t at;
+	size_t step;
 
-	if (!rf_tracker_next_run(tracker, 0, UINTPTR_MAX, is_marked_and_unasked, &run))
-		return;
-	for (index = 0; index < registry->touched; index++) {
-		slot = rf_registry_slot(registry, index);
-		if (!slot->serial || !(slot->flags & RF_SLOT_COUNTED))
-			continue;
-		rf_tracker_extent(tracker, slot, &extent);
-		range = rf_ranges_find(ranges, extent.start);
-		if (range && is_marked_and_unasked(range) &&
-		    rf_sys_is_shared(extent.end - page_size, page_size) > 0 &&
-		    rf_sys_is_shared(extent.start, page_size) > 0 &&
-		    rf_ranges_reserve(ranges, ranges->registrations) >= 0)
-			rf_ranges_change(ranges, extent.start, extent.end, &shared);
+	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked_and_unasked, &run);
+	     at = run.end) {
+		step = rf_up((run.end - run.start) / PARTS, tracker->base_shift);
+		step = step < page_size ? page_size : step;
+		for (part = run; part.start < run.end; part.start = part.end) {
+			part.end = run.end - part.start < step ? run.end : part.start + step;
+			if (is_shared_page(tracker, part.start) &&
+			    is_shared_page(tracker, part.end - page_size) &&
+			    rf_ranges_reserve(ranges, ranges->registrations) >= 0)
+				rf_marks_leave(tracker, &part);
+		}
 	}
-	unmark_shared(tracker);
 }
 
 /* ---- Marking ---- */
@@ -431,7 +434,7 @@ void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry,
 		if (rf_tracker_trusts(tracker))
 			leave_unasked(tracker);
 		else
-			name_shared(tracker, registry);
+			leave_shared(tracker);
 		return;
 	}
 	count_listed(tracker, registry);

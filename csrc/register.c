@@ -77,6 +77,9 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 		return 0;
 	}
 	how |= flags & RF_NOWAIT ? RF_PROTECT_NOWAIT : 0;
+	/* What is not held puts its pages in doubt, so all that is held must have its mark now. */
+	if (engine->mode == RF_MODE_EAGER && !(flags & (RF_HELD | RF_NOWAIT)))
+		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
 	rc = rf_protect(&engine->tracker, &engine->list, slot, how, &ask, error);
 	/* In the window, refused: the kernel copies it in the fork under way. */
 	if (rc == RF_PROTECT_COVERED || (rc < 0 && lazy && !(how & RF_PROTECT_NOWAIT))) {

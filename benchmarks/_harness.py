@@ -129,9 +129,22 @@ def draw(document: Document, directory: Path) -> list[Path]:
     return files
 
 
+def as_json(document: Document) -> str:
+    """A field a line, and of a list a row a line: two runs are compared by diff."""
+    fields = []
+    for name, value in document.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
+        fields.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}"
+
+
 def write(documents: list[Document], file: str) -> None:
     """One document, or the list of several, to a file or with "-" to standard output."""
-    text = json.dumps(documents if len(documents) > 1 else documents[0], indent=1)
+    text = ",\n".join(map(as_json, documents))
+    if len(documents) > 1:
+        text = f"[\n{text}\n]"
     if file == "-":
         print(text)
     else:

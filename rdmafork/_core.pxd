@@ -22,7 +22,6 @@ cdef extern from *:
 cdef class Registration:
     cdef Py_buffer view      # .obj NULL: the memory is held by owner instead
     cdef object owner        # or nobody
-    cdef object guard        # a Guard, or None
     cdef rf_handle slot
     cdef uintptr_t start
     cdef size_t length
@@ -32,8 +31,6 @@ cdef class Registration:
 
 # Hold buffer, and take start and length from it.
 cdef int hold(Registration self, object buffer) except -1
-# Close it before the collector clears what it refers to.
-cdef int close_before(Registration self) except -1
 cdef int let_go(Registration self, bint inherited) except -1
 # Leave it registered and held for ever: a device may still write to it.
 cdef int abandon(Registration self) except -1

@@ -43,25 +43,18 @@ cdef extern from "errno.h":
 cdef extern from "Python.h":
     # Without Cython's exception check, which here would cost what a registration does.
     int get_buffer "PyObject_GetBuffer"(object exporter, Py_buffer *view, int flags)
-    void drop "Py_DECREF"(PyObject *)
-    void PyObject_GC_Track(PyObject *)
-    void PyObject_GC_UnTrack(PyObject *)
 
 cdef extern from *:
     """
     static void forget_view(Py_buffer *view) { view->obj = NULL; }
-    #define IS_COLLECTABLE(object) PyType_HasFeature(Py_TYPE(object), Py_TPFLAGS_HAVE_GC)
     #ifdef Py_GIL_DISABLED
-    #define MOST_IDLE 0 /* nothing guards the list of them */
     #define HAS_LOCKS 1
     #else
     #define HAS_LOCKS 0
-    #define MOST_IDLE 64
     #endif
     """
     void forget_view(Py_buffer *view)
-    bint is_collectable "IS_COLLECTABLE"(PyObject *)
-    enum: HAS_LOCKS, MOST_IDLE
+    enum: HAS_LOCKS
 
 cdef dict MODES = {"auto": RF_MODE_AUTO, "lazy": RF_MODE_LAZY, "eager": RF_MODE_EAGER}
 cdef dict MODE_NAMES = {RF_MODE_LAZY: "lazy", RF_MODE_EAGER: "eager"}
@@ -92,60 +85,6 @@ cdef class Borrowed:
         self.capsule = capsule
 
 
-@cython.final
-@cython.internal
-cdef class Guard:
-    """Closes a registration that is garbage before the collector clears any of the garbage.
-
-    Cleared, what holds the memory may free it (ctypes), or crash when its buffer is released
-    (memoryview), and only finalizers come before that. A Registration has none itself: it
-    would run at every deallocation, and never again for what the freelist makes of its object.
-    """
-    cdef void *registration  # NULL: it is no more, or is closed by this
-    cdef object nothing      # None; who could hold nothing, the collector would not look at
-
-    def __del__(self):
-        if self.registration == NULL:
-            return
-        registration = <Registration>self.registration
-        self.registration = NULL
-        try:
-            registration.close()
-        except OSError:
-            # By the reference that is left, the collector leaves the memory as it is, too.
-            abandon(registration)
-
-
-cdef PyObject *idle[64]
-cdef int idle_count = 0
-
-
-cdef int close_before(Registration self) except -1:
-    global idle_count
-    if idle_count:
-        idle_count -= 1
-        self.guard = <object>idle[idle_count]
-        drop(idle[idle_count])
-        PyObject_GC_Track(idle[idle_count])
-    else:
-        self.guard = Guard.__new__(Guard)
-    (<Guard>self.guard).registration = <void *>self
-    return 0
-
-
-cdef inline void retire(Guard guard) noexcept:
-    global idle_count
-    # One that has closed a registration is spent: a finalizer runs once.
-    if guard.registration != NULL and idle_count < MOST_IDLE:
-        # It may be garbage itself, and the collector about to finalize it, whosever it is by then.
-        PyObject_GC_UnTrack(<PyObject *>guard)
-        Py_INCREF(guard)
-        idle[idle_count] = <PyObject *>guard
-        idle_count += 1
-    guard.registration = NULL
-
-
-@cython.freelist(64)
 @cython.no_gc_clear  # Clearing would drop the buffer without releasing it.
 cdef class Registration:
     """Memory whose pages fork() does not move, from register() until close().
@@ -161,10 +100,19 @@ cdef class Registration:
     def __init__(self):
         raise TypeError("a Registration is made by register() or register_address()")
 
+    def __del__(self):
+        # Before the collector clears any of the garbage that this is part of: cleared, what holds
+        # the memory may free it (ctypes), or crash when its buffer is released (memoryview).
+        if not self.open:
+            return
+        try:
+            self.close()
+        except OSError:
+            # By the reference that is left, the collector leaves the memory as it is, too.
+            abandon(self)
+
     def __dealloc__(self):
         cdef int rc = release(self.slot) if self.open else 0
-        if self.guard is not None:
-            retire(<Guard>self.guard)
         # A closed one holds nothing; one that could not be registered does.
         if <PyObject *>self.view.obj != NULL or self.owner is not None:
             let_go(self, rc == -ECHILD)
@@ -390,7 +338,6 @@ cdef int take_tensor(Registration self, object tensor) except -1:
     from rdmafork._dlpack import borrow
     capsule, address, nbytes = borrow(tensor)
     self.owner = Borrowed(tensor, capsule)
-    close_before(self)
     self.start = address
     self.length = nbytes
     return 0
@@ -406,8 +353,6 @@ cdef int hold(Registration self, object buffer) except -1:
         if not PyObject_CheckBuffer(buffer):
             return take_tensor(self, buffer)
         take_strided(self, buffer)
-    if is_collectable(<PyObject *>self.view.obj):
-        close_before(self)
     self.start = <uintptr_t>self.view.buf
     self.length = <size_t>self.view.len
     return 0
@@ -466,8 +411,6 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
     self.start = address
     self.length = nbytes
     self.owner = owner
-    if is_collectable(<PyObject *>owner):
-        close_before(self)
     protect(self, RF_HELD if owner is not None else 0, policy)
     return self
 

@@ -101,25 +101,6 @@ def test_what_it_links_to_exists(page):
             assert anchor in anchors(there), f"no heading {target}"
 
 
-@pytest.mark.parametrize("tree", ["", "https://example.invalid/blob/v1"])
-def test_on_pypi_readme_s_links_lead_to_the_tree_that_is_named(monkeypatch, tree):
-    setuptools = pytest.importorskip("setuptools", reason="setuptools builds the package")
-    said = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **options: said.update(options))
-    monkeypatch.setenv("RDMAFORK_TREE", tree)
-    monkeypatch.chdir(ROOT)
-    runpy.run_path("setup.py")
-    text = (ROOT / "README.md").read_text()
-    if not tree:
-        assert said["long_description"] == text
-        return
-    within = [link for link in LINK.findall(text) if not re.match(r"[a-z]+:|#", link)]
-    assert len(within) > 10 and any(link.endswith(".svg") for link in within)
-    assert LINK.findall(said["long_description"]) == [
-        f"{tree}/{link}" + "?raw=true" * link.endswith(".svg") for link in within
-    ]
-
-
 def anchors(page):
     """As GitHub and MyST make them of headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)

@@ -25,7 +25,7 @@ HOURS ?= 1
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build test test-vm test-wheel test-pythons test-freethreaded \
+.PHONY: help demo build check test test-vm test-wheel test-pythons test-freethreaded \
 	test-bare ctest asan tsan fuzz asan-python coverage soak soak-vm bench bench-vm bench-check docs \
 	wheel release-check lint lint-c format clean
 .DELETE_ON_ERROR:
@@ -39,8 +39,16 @@ demo: build	## see fork() take registered pages away, and not with rdmafork
 build: $(BUILT)	## an editable install in .venv, rebuilt when a source has changed
 	@:
 
-test: build ctest $(SOAK)	## the tests of the engine, then pytest $(PYTEST_ARGS)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+SLOW := $(patsubst %,test_%,steps fork_threads huge descriptors edges fork mixture memory_limit)
+QUICK_TESTS := $(patsubst %,tests/test_%.py,modes protection errors buffers docs_lines)
+check: build	## a minute of the tests and of lint, for an edit
+	@$(MAKE) --no-print-directory ctest-debug CTESTS='$(filter-out $(SLOW),$(CTESTS))' FUZZERS=
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile $(QUICK_TESTS)
+	@$(MAKE) --no-print-directory lint-c CFORMATTED="$$(git diff --name-only HEAD -- '*.[ch]')"
+	@$(BIN)/python tests/layers.py >/dev/null
+
+test: build ctest $(SOAK)	## the tests of the engine, then pytest $(PYTEST_ARGS), a process a core
+	@$(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 test-vm: export PYTEST_ARGS := $(PYTEST_ARGS)
 test-vm: $(BUILT) $(GUESTS) $(CTESTS:%=build/ctest/debug/%) $(SOAK)	## in VMs with a soft-RoCE device, on Debian's kernels $(KERNELS)

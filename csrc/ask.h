@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What is mapped where registrations are, learned from /proc and recorded in the ranges. */
+/* The mappings that registrations lie in, learned from /proc and recorded in the ranges. */
 #ifndef RF_ASK_H
 #define RF_ASK_H
 

@@ -61,7 +61,7 @@ int rf_child_list_grow(struct rf_child_list *list, uint64_t areas, uint64_t nbyt
 
 /* ---- Which areas there are ---- */
 
-/* What is being collected. */
+/* The list under construction. */
 struct collection {
 	struct rf_child_list *list;
 	struct rf_tracker *tracker;
@@ -116,7 +116,7 @@ static uintptr_t ask_protection(struct collection *to, struct rf_area *area)
 	return vma.end < area->end ? vma.end : area->end;
 }
 
-/* What the child is to map there depends on what the parent has mapped. */
+/* The child maps pages as the parent's mappings are: their protection is asked here. */
 static int append_mapped(struct collection *to, struct rf_area area)
 {
 	const uintptr_t end = area.end;
@@ -130,7 +130,7 @@ static int append_mapped(struct collection *to, struct rf_area area)
 		area.end = end;
 		area.finds = finds;
 		area.end = ask_protection(to, &area);
-		/* What cannot be read is nothing to a child either. */
+		/* Unreadable bytes cannot be saved: the child gets nothing there. */
 		if (finds == RF_FINDS_COPY && !(area.protection & PROT_READ))
 			area.finds = RF_FINDS_NOTHING;
 		rc = area.finds == RF_FINDS_COPY ? append_copies(to, area) : append(to, &area);
@@ -164,7 +164,7 @@ static int collect_area(struct collection *to, uintptr_t start, uintptr_t end, u
 	return rc;
 }
 
-/* What waits to be unmarked may be unmapped by now. */
+/* Pages that wait to be unmarked may be unmapped by now. */
 static uint8_t finds_on(const struct rf_range *range)
 {
 	if (!rf_range_is_counted(range) && range->flags & (RF_RANGE_RETRY | RF_RANGE_STUCK))
@@ -370,8 +370,8 @@ int rf_child_list_make(struct rf_child_list *list, struct rf_tracker *tracker, u
 	rc = fill_spare(list, tracker, start, end, &mapped_anew);
 	if (rf_unlikely(rc < 0)) {
 		/*
-		 * What is shown stays: it may be for a fork that was prepared with it and is under
-		 * way, and it names each mark that a child must make its own.
+		 * The list on show stays: a fork under way may have been prepared with it, and it
+		 * names each mark that a child must make its own.
 		 */
 		list->version = UINT64_MAX;
 		return rc;
@@ -459,7 +459,7 @@ static bool may_be_wiped(const struct rf_areas *areas, const struct rf_area *are
 	return is_wiped(area) || (areas->early && area->finds == RF_FINDS_ZEROS);
 }
 
-/* What touches in one call: at the limit of VMAs that needs no split. Was any refused? */
+/* Areas that touch go in one call, which needs no split at the limit of VMAs. Was any refused? */
 static bool keep_wiped(const struct rf_areas *areas)
 {
 	const struct rf_area *area = areas->areas, *last = area + areas->count;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * What a child finds where pages are kept from it: one list, made as a fork is prepared,
- * applied once in the child, before that maps anything.
+ * The list of pages kept from a child, and what it finds there: made as a fork is prepared,
+ * applied once in the child, before the child maps anything.
  *
  *	pages       |----------------|----------------|----------------|
  *	registered        [=====RF_OMIT=====================]
@@ -69,8 +69,8 @@ int rf_child_list_grow(struct rf_child_list *list, uint64_t areas, uint64_t nbyt
 
 /*
  * Make room for @areas and @nbytes, so that a fork finds it. -ENOMEM: nothing has changed.
- * Of many registrations in the same huge pages @nbytes would be far more than a fork saves:
- * beyond RF_LIST_ROOM the fork takes the room itself, when it knows how much it is.
+ * Where many registrations share huge pages, @nbytes is far more than a fork will save:
+ * beyond RF_LIST_ROOM the fork takes the room itself, when it knows how much it needs.
  */
 static inline int rf_child_list_reserve(struct rf_child_list *list, uint64_t areas,
 					uint64_t nbytes)
@@ -99,7 +99,7 @@ void rf_child_list_apply(const struct rf_child_list *list, enum rf_child_of how)
 /* No fork is under way: give back the memory of many saved bytes. */
 void rf_child_list_trim(struct rf_child_list *list);
 
-/* What the lists take, as far as they have been written to. */
+/* Bytes of the lists' memory that have been written to. */
 uint64_t rf_child_list_bytes(const struct rf_child_list *list);
 
 /* Show nothing, and give the memory back. */

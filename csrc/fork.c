@@ -99,7 +99,7 @@ static void prepare(void)
 	here.prepared = show_list(engine) >= 0;
 	if (rf_has_hooks())
 		rf_hooks.prepared(began);
-	/* Those of this fork are closed. */
+	/* The pipes that this fork opened are closed. */
 	here.pipes = rf_sys_copying_pipes();
 	rf_leave();
 }

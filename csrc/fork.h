@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * Who may enter the engine, how a fork passes, and how a process notices that it is a child.
+ * The rules of entering the engine, the course of a fork, and how a child is noticed.
  *
  *	any thread      enter > registry, protect > leave
  *	fork, prepare   open the window, enter > prefork, child list > leave

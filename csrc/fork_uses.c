@@ -9,7 +9,7 @@
 #include <sys/auxv.h>
 #include <unistd.h>
 
-/* Of glibc's struct pthread, rounded up: 2304 bytes in 2.36, its TLS below it. */
+/* glibc's struct pthread, rounded up: 2304 bytes in 2.36. Its TLS lies below it. */
 #define CONTROL_BLOCK 4096u
 
 /* The largest heap of an arena, and where all of them are aligned; its headers are smaller. */

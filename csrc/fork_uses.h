@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * What a child uses before it can be given anything back: glibc's fork() goes on in
+ * Memory that a child uses before it can be given anything back: glibc's fork() goes on in
  * the child on the stack of the thread that called it, with its thread control block,
  * resets the lock of every malloc() arena, and only then calls handlers. A page of
  * these that the child does not have kills it inside fork().
@@ -19,10 +19,10 @@
 
 #include "sys.h"
 
-/* What fork() itself uses of the page of @page_size bytes at @page, and what follows; or NULL. */
+/* Names what fork() itself uses on the page at @page, and the consequence; NULL: nothing. */
 const char *rf_fork_uses(uintptr_t page, size_t page_size);
 
-/* Whether @address is malloc()'s, and what follows, or NULL. It costs a small copy. */
+/* The same if @address is malloc()'s. It costs a small copy. */
 const char *rf_malloc_uses(uintptr_t address);
 
 #endif

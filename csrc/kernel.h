@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * What this kernel does at fork(), and whether that can be relied on.
+ * The kernel's behaviour at fork(), and whether it can be relied on.
  *
  *	before 5.12	pinned pages are not copied; 5.10 loses private hugetlb
  *	5.12 to 5.18	copied, but a page migrated while a fork runs loses its pin

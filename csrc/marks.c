@@ -23,7 +23,7 @@ static bool is_unmarked(const struct rf_range *range)
 	return !range->mark;
 }
 
-/* What of @run bore no mark may bear one: madvise() advises part of a range before it refuses. */
+/* Unmarked parts of @run may bear a mark now: madvise() advises part of a range, then refuses. */
 static void clear_partly_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark)
 {
 	const struct rf_change maybe = { .remark = true, .mark = mark };
@@ -249,7 +249,7 @@ static int edges_more(const struct rf_range *beside)
 	return beside->mark == RF_MARK_DONTFORK ? -1 : 0;
 }
 
-/* What touches its like takes no VMA more. */
+/* A mark that touches its like takes no VMA more. */
 bool rf_marks_touch(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
 	const struct rf_ranges *ranges = &tracker->ranges;

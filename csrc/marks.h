@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * What the kernel is told: marks made, and taken back as far as it lets that happen.
+ * Marks: made, exchanged, and taken back as far as the kernel lets that happen.
  *
  * madvise() is not exact: over marked pages a misaligned call in a huge page
  * succeeds and changes nothing, and a range with a hole is advised around it and
@@ -8,7 +8,7 @@
  * goes mapping by mapping.
  *
  * A mark that cannot be taken back stays in the ranges and is tried again: by releases
- * that free VMAs, a few at a time, and by every fork. What is refused for another
+ * that free VMAs, a few at a time, and by every fork. A mark that is refused for another
  * reason than the number of mappings is given up after a few tries.
  */
 #ifndef RF_MARKS_H
@@ -32,7 +32,7 @@ static inline void rf_marks_announce(struct rf_tracker *tracker, uintptr_t start
 	tracker->announced_end = end;
 }
 
-/* What becomes of pages that have been marked because they want that. */
+/* Pages have been marked because registrations want that. */
 static inline struct rf_change rf_marks_made(uint8_t mark)
 {
 	return (struct rf_change){ .remark = true,

@@ -12,7 +12,7 @@
 #define BATCH 16
 #define REFUSALS 64
 
-/* Of a run that may be shared, where only single pages can be asked about. */
+/* Parts of a run that may be shared, where the kernel can be asked about single pages only. */
 #define PARTS 512
 
 /*
@@ -90,7 +90,7 @@ static bool has_budget_for(const struct rf_tracker *tracker, uint8_t best)
 	return best != RF_MARK_WIPEONFORK || has_budget(tracker);
 }
 
-/* What there is to do, found in one walk. */
+/* The work there is, found in one walk. */
 struct survey {
 	bool unasked, shared, doubted, otherwise, wiped;
 	uint64_t due;		/* runs, at most */
@@ -186,13 +186,13 @@ static void unmark_shared(struct rf_tracker *tracker)
 	     at = run.end) {
 		start = run.start;
 		end = run.end;
-		/* What was left over of a huge page beside it is wanted by nobody now. */
+		/* The rest of a huge page beside it is not wanted by any registration now. */
 		rf_marks_widen(tracker, &start, &end);
 		rf_marks_clear_runs(tracker, start, end, rf_range_is_unwanted);
 	}
 }
 
-/* What may be either private or shared is left to the kernel, which copies it. */
+/* Memory that may be private or shared is left to the kernel, which copies it. */
 static void leave_unasked(struct rf_tracker *tracker)
 {
 	struct rf_run run;
@@ -210,8 +210,8 @@ static bool is_shared_page(const struct rf_tracker *tracker, uintptr_t page)
 }
 
 /*
- * Where the kernel's copying is not trusted, what may be private stays marked, and one
- * system call a page tells what is shared. In long runs only some pages are asked about.
+ * Where the kernel's copying is not trusted, memory that may be private stays marked. One
+ * system call a page tells shared memory from it; of long runs only some pages are asked about.
  */
 static void leave_shared(struct rf_tracker *tracker)
 {
@@ -237,7 +237,7 @@ static void leave_shared(struct rf_tracker *tracker)
 
 /* ---- Marking ---- */
 
-/* What the kernel refuses is left to its copying, unless it was marked before. */
+/* A run that the kernel refuses to mark is left to its copying, unless it was marked before. */
 static void mark_run(struct rf_tracker *tracker, struct batch *batch, const struct rf_run *run)
 {
 	int rc;
@@ -372,10 +372,10 @@ static void walk(struct rf_tracker *tracker, struct rf_child_list *list)
 		exchange_marks(tracker);
 	if (found.due)
 		mark_all_due(tracker, found.due, may_wipe);
-	/* What the kernel has refused is tried again by the next fork. */
+	/* The next fork tries again where the kernel has refused. */
 	if (found.doubted || found.otherwise || found.due)
 		found = survey(tracker);
-	/* What only waits for the budget waits for a release. */
+	/* Ranges that only lack budget wait for a release. */
 	tracker->left = found.due && !has_budget(tracker);
 	tracker->dirty = found.unasked || found.doubted || found.otherwise ||
 			 (found.due && !tracker->left);

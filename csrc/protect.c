@@ -20,7 +20,7 @@ static bool is_steady(const struct rf_range *range)
 	       !(range->flags & (RF_RANGE_DOUBT | RF_RANGE_RETRY));
 }
 
-/* What is to be done to some pages. */
+/* The work on some pages. */
 enum shape {
 	COVERED,	/* nothing but to count them */
 	ONE_RUN,	/* to mark or unmark .run */
@@ -100,7 +100,7 @@ static int mark_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
 				rf_ranges_change(&tracker->ranges, run.start, run.end, &due);
 			continue;
 		}
-		/* What is not held cannot wait for the next fork. */
+		/* Memory that is not held cannot wait for the next fork. */
 		if (run.mark == RF_MARK_WIPEONFORK && run.best != RF_MARK_WIPEONFORK)
 			rc = rf_marks_exchange(tracker, &run);
 		else
@@ -191,7 +191,7 @@ static __attribute__((noinline)) int protect_by_steps(struct rf_tracker *tracker
 	if (tried)
 		rf_ranges_change(&tracker->ranges, tried->start, tried->end, &maybe);
 	if (!rc)
-		/* What is not held is marked even if it was: it may have been mapped anew since. */
+		/* Memory that is not held may have been mapped anew since it was marked. */
 		rc = mark_runs(tracker, extent.start, extent.end, held, !held);
 	if (rc == -EINVAL)
 		rc = ask_and_mark(tracker, list, slot, forking, error);
@@ -247,9 +247,9 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 	*ask = held && partial;
 	/*
 	 * The ends of memory that is not held cannot wait for the next fork: by then they may
-	 * be another's. Where every page touched is marked, madvise() refuses a part of a huge
-	 * page that bears no mark, unless the base pages are all of it: that is soon enough.
-	 * Without /proc they are the kernel's to copy.
+	 * belong to somebody else. Where every page touched is marked, madvise() refuses a part
+	 * of a huge page that bears no mark, unless the base pages are all of it: that is soon
+	 * enough. Without /proc they are the kernel's to copy.
 	 */
 	if (!held && !(how & RF_PROTECT_NOWAIT) &&
 	    ((partial &&
@@ -323,7 +323,7 @@ static void exchange_wiped(struct rf_tracker *tracker, uintptr_t start, uintptr_
 			rf_ranges_change(&tracker->ranges, run.start, run.end, &due);
 }
 
-/* What waits beside it, as a part of the same huge page, may go with it. */
+/* Marks that wait beside it, as parts of the same huge page, may go with it. */
 static bool has_leftover_beside(const struct rf_ranges *ranges, uintptr_t start, uintptr_t end)
 {
 	const struct rf_range *before = start ? rf_ranges_find(ranges, start - 1) : NULL;

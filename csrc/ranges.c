@@ -5,9 +5,9 @@
 #include <stddef.h>
 #include <string.h>
 
-/* What one step of a change may make of the ranges it replaces. */
+/* The most ranges that one step of a change puts in the place of others. */
 #define PIECES 8
-/* Of one range that is cut at both ends, and what follows it. */
+/* The most that one old range becomes, cut at both ends, with the gap after it. */
 #define PIECES_OF_ONE 4
 
 void rf_ranges_init(struct rf_ranges *ranges)
@@ -542,7 +542,7 @@ static inline uintptr_t plan(const struct rf_ranges *ranges, struct rf_cursor cu
 	step->count = 0;
 	step->remarked = false;
 	step->leaf = leaf_at(ranges, cursor.entry);
-	/* What goes between two leaves goes behind the first, if that has room. */
+	/* New ranges between two leaves go to the end of the first, if that has room. */
 	if (rf_unlikely(!cursor.item) && cursor.entry && step->leaf->used &&
 	    step->leaf->ranges[0].start > at &&
 	    leaf_at(ranges, cursor.entry - 1)->used < RF_LEAF_RANGES) {
@@ -568,7 +568,7 @@ static inline uintptr_t plan(const struct rf_ranges *ranges, struct rf_cursor cu
 			if (cursor.entry + 1 < ranges->leaf_count &&
 			    directory_of(ranges)[cursor.entry + 1].first < end)
 				stop = directory_of(ranges)[cursor.entry + 1].first;
-			/* What the next leaf begins with is another step's. */
+			/* The first range of the next leaf belongs to another step. */
 			if (stop == at)
 				break;
 			put_new(step, change, at, stop);

@@ -43,7 +43,7 @@
 
 #include <stdbool.h>
 
-/* What a child finds on a page. */
+/* The content of a page in a child. */
 enum rf_finds {
 	RF_FINDS_NOTHING = 0,
 	RF_FINDS_ZEROS = 1,
@@ -58,7 +58,7 @@ enum rf_mark {
 	RF_MARK_WIPEONFORK = 2,
 };
 
-/* What is mapped there. */
+/* The kind of mapping. */
 enum rf_nature {
 	RF_NATURE_UNASKED = 0,
 	RF_NATURE_PRIVATE = 1,
@@ -87,10 +87,10 @@ struct rf_range {
 	uint8_t tries;		/* to unmark it */
 };
 
-/* What is said of a mark that is to go: it says nothing of one that is made. */
+/* Flags of a mark that is to go. A new mark has neither. */
 #define RF_RANGE_TO_UNMARK (RF_RANGE_RETRY | RF_RANGE_STUCK)
 
-/* What the kernel refuses so often, for another reason than the number of mappings, stays. */
+/* A mark stays that the kernel refuses to take back so often, but for want of mappings. */
 #define RF_RANGE_TRIES	8
 
 #define RF_LEAF_RANGES	63
@@ -204,7 +204,7 @@ static inline uintptr_t rf_ranges_skip_marked(const struct rf_ranges *ranges,
 }
 
 /*
- * What becomes of each page of [start, end). Pages that are not in the list stay out of
+ * A change of each page of [start, end). Pages that are not in the list stay out of
  * it, unless they are counted now; a range with no count and no mark leaves it.
  */
 struct rf_change {
@@ -242,7 +242,7 @@ static inline bool rf_range_is_counted(const struct rf_range *range)
 		range->counts[RF_FINDS_COPY]) != 0;
 }
 
-/* What a child finds there, if its pages are kept from it. */
+/* The child's content of these pages, if they are kept from it. */
 static inline enum rf_finds rf_range_finds(const struct rf_range *range)
 {
 	if (range->counts[RF_FINDS_NOTHING])

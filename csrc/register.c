@@ -50,7 +50,7 @@ static int keep(struct rf_engine *engine, const struct rf_slot *slot, struct rf_
 /* The slot is counted. */
 static void uncount(struct rf_engine *engine, struct rf_slot *slot)
 {
-	/* What waits uncounted is protected by others' marks, which may be these. */
+	/* Registrations that wait uncounted rely on others' marks, which may be these. */
 	if (engine->mode == RF_MODE_EAGER)
 		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
 	rf_protect_release(&engine->tracker, slot);
@@ -77,7 +77,7 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 		return 0;
 	}
 	how |= flags & RF_NOWAIT ? RF_PROTECT_NOWAIT : 0;
-	/* What is not held puts its pages in doubt, so all that is held must have its mark now. */
+	/* Memory that is not held puts pages in doubt: first count what waits there. */
 	if (engine->mode == RF_MODE_EAGER && !(flags & (RF_HELD | RF_NOWAIT)))
 		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
 	rc = rf_protect(&engine->tracker, &engine->list, slot, how, &ask, error);
@@ -95,8 +95,8 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 }
 
 /*
- * Take the room for what forks must save now, so that no fork need ask for memory. What
- * waits to be counted has two partial base pages at most, where they are marked.
+ * Take now the room for the bytes that forks must save, so that no fork need ask for memory.
+ * A registration that waits has two partial base pages at most, where they are marked.
  */
 static inline int reserve_list(struct rf_engine *engine)
 {

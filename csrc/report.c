@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What is registered and protected how: for people, so it may take its time. */
+/* Reports of registrations and their protection: for people, so they may take their time. */
 #include "fork.h"
 #include "hooks.h"
 #include "kernel.h"
@@ -59,7 +59,7 @@ static bool is_marked(const struct rf_range *advised)
 }
 
 /*
- * What protects @here, a part of which is counted as @advised, or is not, as a partial
+ * The protection of @here, a part of which is counted as @advised, or is not, as a partial
  * page or a pending one: then it may lie in shared memory, up to where @info's end goes.
  */
 static enum rf_protection protection_of(struct rf_engine *engine, const struct rf_range *here,
@@ -185,7 +185,7 @@ static void count_ranges(const struct rf_tracker *tracker, struct rf_stats *stat
 	stats->madvise_calls = tracker->madvise_calls;
 	stats->gone_bytes = tracker->gone_bytes;
 	stats->query_calls = tracker->reader.questions;
-	/* What has been written to; reserved pages beyond take no memory. */
+	/* Memory that has been written to; reserved pages beyond take none. */
 	stats->engine_bytes = (uint64_t)ranges->leaves_touched * sizeof(struct rf_leaf) +
 			      (uint64_t)ranges->leaf_count * sizeof(struct rf_leaf_entry) +
 			      tracker->reader.table.mapped;

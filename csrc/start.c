@@ -120,7 +120,7 @@ static void name_second_engine(uintptr_t other, struct rf_error *error)
 
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 {
-	/* Who does not care joins whatever runs. */
+	/* A caller that names no mode joins whatever runs. */
 	bool any = mode == RF_MODE_AUTO, distrusted;
 	uintptr_t other = 0;
 	int rc;

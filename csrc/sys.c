@@ -112,7 +112,7 @@ ssize_t rf_sys_madvise_many(const struct iovec *ranges, unsigned int count, int 
 	return rc;
 }
 
-/* Of what mmap() has returned: an address, or a negated errno. */
+/* @rc is what mmap() has returned: an address, or a negated errno. */
 static int mapped_at(intptr_t rc, void **out)
 {
 	if (rc < 0 && rc > -4096)
@@ -151,7 +151,7 @@ int rf_sys_is_shared(uintptr_t address, size_t nbytes)
 	mapped = mapped_at(rc, &again);
 	if (mapped < 0)
 		return mapped == -EINVAL ? 0 : mapped;
-	/* Of huge pages a whole one was mapped. */
+	/* Where pages are huge, a whole one was mapped. */
 	do {
 		KERNEL(rc, munmap(again, nbytes));
 		nbytes *= 2;
@@ -300,7 +300,7 @@ static ssize_t read_memory(const struct iovec *to, const struct iovec *from, uns
 	ssize_t rc;
 
 	RETURN_IF_INJECTED();
-	/* Of a main thread that has ended the pid has no memory. */
+	/* The process's pid has no memory once the main thread has ended. */
 	KERNEL(rc, process_vm_readv((pid_t)syscall(SYS_gettid), to, 1, from, count, 0));
 	return rc;
 }

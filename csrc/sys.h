@@ -25,7 +25,7 @@
 #define rf_likely(x) __builtin_expect(!!(x), 1)
 #define rf_unlikely(x) __builtin_expect(!!(x), 0)
 
-/* What PROCMAP_QUERY and /proc/self/smaps tell of one VMA. */
+/* One VMA as PROCMAP_QUERY and /proc/self/smaps describe it. */
 struct rf_vma {
 	uintptr_t start, end;
 	uint8_t shift;		/* log2 of its page size */

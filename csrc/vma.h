@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * What is mapped at an address: shared or private, and its page size.
+ * The mapping at an address: shared or private, and its page size.
  *
  * Linux 6.11 answers one address at a time (PROCMAP_QUERY, half a microsecond).
  * Before, and in a sandbox that refuses the question, /proc/self/maps is read as text,
@@ -25,7 +25,7 @@ struct rf_vma_reader {
 	unsigned int huge_shift; /* log2 of the smallest huge page, 0: there are none */
 	uint64_t questions;	/* reads and queries so far, for the statistics */
 	struct rf_memory table;	/* text mode: struct rf_vma, sorted */
-	/* Of the round under way: */
+	/* The round under way: */
 	unsigned int depth;	/* rounds within it, which share its answers */
 	int fd;
 	int text;		/* 1: the table is asked; negative: and could not be read */
@@ -49,7 +49,7 @@ void rf_vma_close(struct rf_vma_reader *reader);
  */
 int rf_vma_find(struct rf_vma_reader *reader, uintptr_t address, struct rf_vma *vma);
 
-/* What one line of maps says, with base pages assumed; false if it is no such line. */
+/* Read one line of maps, with base pages assumed; false if it is no such line. */
 bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma);
 
 /*

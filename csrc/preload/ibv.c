@@ -8,7 +8,6 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/auxv.h>
 
 int ibv_dontfork_range(void *base, size_t size);
 int ibv_dofork_range(void *base, size_t size);
@@ -82,7 +81,7 @@ static int remember(const struct rf_ibv_range *entry)
 	if (rc < 0)
 		return rc;
 	state.calls++;
-	rc = rf_ibv_ranges_reserve(&state.ranges, 1);
+	rc = rf_ibv_ranges_reserve(&state.ranges);
 	if (rc >= 0)
 		rf_ibv_ranges_add(&state.ranges, entry);
 	rf_leave();
@@ -104,148 +103,20 @@ static int dontfork(uintptr_t begin, size_t nbytes)
 	return rc;
 }
 
-/* What is left of a registration when [@start, @end) of it is released. */
-struct rest {
-	struct rf_ibv_range parts[2];
-	unsigned int count;
-};
-
-static void forget_rest(const struct rest *rest)
-{
-	unsigned int i;
-
-	for (i = 0; i < rest->count; i++)
-		(void)rf_release(rest->parts[i].handle, 0);
-}
-
-static int register_rest(const struct rf_ibv_range *whole, uintptr_t begin, uintptr_t end,
-			 struct rest *rest)
-{
-	int rc = 0;
-
-	rest->count = 0;
-	if (whole->start < begin)
-		rc = register_range(whole->start, begin, &rest->parts[rest->count++]);
-	if (rc >= 0 && end < whole->end)
-		rc = register_range(end, whole->end, &rest->parts[rest->count++]);
-	if (rc < 0) {
-		rest->count--;
-		forget_rest(rest);
-	}
-	return rc;
-}
-
-/* Put @rest in the place of @whole. -ESTALE: another thread has released that. */
-static int exchange(struct rf_ibv_range *whole, const struct rest *rest)
-{
-	struct rf_ibv_ranges *ranges = &state.ranges;
-	struct rf_ibv_range *entry;
-	unsigned int i;
-	int rc = rf_enter(0);
-
-	if (rc < 0)
-		return rc;
-	rc = rf_ibv_ranges_reserve(ranges, rest->count);
-	entry = rf_ibv_ranges_find(ranges, whole->start, whole->end);
-	if (rc >= 0 && !entry)
-		rc = -ESTALE;
-	if (rc >= 0) {
-		/* Whichever has these bytes: they are all the same. */
-		*whole = *entry;
-		rf_ibv_ranges_remove(ranges, entry);
-		for (i = 0; i < rest->count; i++)
-			rf_ibv_ranges_add(ranges, &rest->parts[i]);
-	}
-	rf_leave();
-	return rc;
-}
-
-/* 1; 0: @whole is not there any more. */
-static int release_part(struct rf_ibv_range *whole, uintptr_t begin, uintptr_t end)
-{
-	struct rest rest;
-	int rc = register_rest(whole, begin, end, &rest);
-
-	if (rc < 0)
-		return rc;
-	rc = exchange(whole, &rest);
-	if (rc < 0) {
-		forget_rest(&rest);
-		return rc == -ESTALE ? 0 : rc;
-	}
-	/* After the rest is counted: no page of that is unmarked in between. */
-	rc = rf_release(whole->handle, 0);
-	return rc < 0 ? rc : 1;
-}
-
-/*
- * Is every page of [@begin, @end) registered? The first that touches one is *@found.
- * If not, this is one release too many: no part of it may release what another registered.
- */
-static int find_all(uintptr_t begin, uintptr_t end, size_t page_size, struct rf_ibv_range *found)
-{
-	const size_t mask = page_size - 1;
-	const struct rf_ibv_range *entry;
-	uintptr_t at = begin;
-	int rc = rf_enter(0);
-
-	if (rc < 0)
-		return rc;
-	while (at < end) {
-		entry = rf_ibv_ranges_first(&state.ranges, at, end, page_size);
-		if (!entry || (entry->start & ~mask) > at)
-			break;
-		if (at == begin)
-			*found = *entry;
-		at = (entry->end + mask) & ~mask;
-	}
-	state.unbalanced += at < end;
-	rf_leave();
-	return at >= end;
-}
-
-/*
- * A range that was not registered as such: part of one, or several. libibverbs counts
- * pages, so here too every page is released once.
- */
-static int release_pages(uintptr_t begin, uintptr_t end)
-{
-	const size_t page_size = getauxval(AT_PAGESZ), mask = page_size - 1;
-	struct rf_ibv_range whole = { .end = 0 };
-	int rc;
-
-	begin &= ~mask;
-	end = end > UINTPTR_MAX - mask || end < begin ? UINTPTR_MAX & ~mask : (end + mask) & ~mask;
-	while (begin < end) {
-		rc = find_all(begin, end, page_size, &whole);
-		if (rc <= 0)
-			return rc;
-		rc = release_part(&whole, begin, end);
-		if (rc < 0)
-			return rc;
-		/* Else another thread was faster: look again. */
-		if (rc > 0)
-			begin = (whole.end + mask) & ~mask;
-	}
-	return 0;
-}
-
+/* Anything but what was registered as such is one release too many. */
 static int dofork(uintptr_t begin, size_t nbytes)
 {
-	struct rf_ibv_range *entry;
 	struct rf_handle handle;
+	bool found;
 	int rc = rf_enter(0);
 
 	if (rc < 0)
 		return rc;
 	state.calls++;
-	entry = rf_ibv_ranges_find(&state.ranges, begin, begin + nbytes);
-	if (rf_likely(entry)) {
-		handle = entry->handle;
-		rf_ibv_ranges_remove(&state.ranges, entry);
-	}
+	found = rf_ibv_ranges_take(&state.ranges, begin, begin + nbytes, &handle);
+	state.unbalanced += !found;
 	rf_leave();
-	return rf_likely(entry) ? rf_release(handle, 0) : release_pages(begin, begin + nbytes);
+	return rf_likely(found) ? rf_release(handle, 0) : 0;
 }
 
 static int done(int rc)
@@ -320,7 +191,7 @@ void rf_ibv_clear(bool torn)
 
 void rf_ibv_add_stats(struct rf_stats *stats)
 {
-	stats->engine_bytes += state.ranges.entries.mapped;
+	stats->engine_bytes += state.ranges.slots.mapped;
 	stats->ibv_ranges = state.ranges.used;
 	stats->ibv_calls = state.calls;
 	stats->ibv_unbalanced = state.unbalanced;

@@ -3,149 +3,143 @@
 
 #include <string.h>
 
-static struct rf_ibv_range *entry_at(const struct rf_ibv_ranges *ranges, uint32_t place)
+/* Links are one more than the index of what they name; 0 names nothing. */
+struct slot {
+	struct rf_ibv_range range;
+	uint32_t next;	/* in its bucket, or among the unused */
+	uint32_t head;	/* of the bucket with this slot's number */
+};
+
+static struct slot *slot_at(const struct rf_ibv_ranges *ranges, uint32_t link)
 {
-	return (struct rf_ibv_range *)ranges->entries.items + place;
+	return (struct slot *)ranges->slots.items + link - 1;
 }
 
-static bool is_free(const struct rf_ibv_range *entry)
+static uint32_t *head_of(const struct rf_ibv_ranges *ranges, uintptr_t start, uintptr_t end)
 {
-	return !entry->handle.serial;
-}
-
-/* Mapped sizes are powers of two, and so is the number of entries. */
-static uint32_t next(const struct rf_ibv_ranges *ranges, uint32_t place)
-{
-	return (place + 1) & (ranges->entries.capacity - 1);
-}
-
-static uint32_t home(const struct rf_ibv_ranges *ranges, uintptr_t start, uintptr_t end)
-{
-	uint64_t hash = (uint64_t)start * 0x9e3779b97f4a7c15 + end;
+	const uintptr_t last_page = (end - 1) & -(uintptr_t)rf_sys_page_size();
+	uint64_t hash = (uint64_t)start * 0x9e3779b97f4a7c15 + last_page;
 
 	hash = (hash ^ hash >> 29) * 0xbf58476d1ce4e5b9;
-	return (uint32_t)(hash >> 32) & (ranges->entries.capacity - 1);
+	return &slot_at(ranges, 1 + (uint32_t)((hash >> 32) * ranges->slots.capacity >> 32))->head;
 }
 
 void rf_ibv_ranges_init(struct rf_ibv_ranges *ranges)
 {
 	memset(ranges, 0, sizeof(*ranges));
-	ranges->entries.item_size = sizeof(struct rf_ibv_range);
+	ranges->slots.item_size = sizeof(struct slot);
 }
 
 void rf_ibv_ranges_clear(struct rf_ibv_ranges *ranges)
 {
-	if (ranges->used)
-		rf_memory_free(&ranges->entries);
-	ranges->used = 0;
+	if (!ranges->used)
+		return;
+	rf_memory_free(&ranges->slots);
+	ranges->used = ranges->made = ranges->unused = 0;
 }
 
 void rf_ibv_ranges_abandon(struct rf_ibv_ranges *ranges)
 {
-	rf_memory_abandon(&ranges->entries);
-	ranges->used = 0;
+	rf_memory_abandon(&ranges->slots);
+	ranges->used = ranges->made = ranges->unused = 0;
 }
 
-int rf_ibv_ranges_reserve(struct rf_ibv_ranges *ranges, uint32_t count)
+int rf_ibv_ranges_reserve(struct rf_ibv_ranges *ranges)
 {
 	struct rf_ibv_ranges grown;
-	uint32_t place;
+	uint32_t link;
 	int rc;
 
-	if (rf_likely(2 * ((uint64_t)ranges->used + count) <= ranges->entries.capacity))
+	if (rf_likely(ranges->used < ranges->slots.capacity))
 		return 0;
 	rf_ibv_ranges_init(&grown);
-	rc = rf_memory_grow(&grown.entries, 2 * (ranges->used + count));
+	rc = rf_memory_grow(&grown.slots, 2 * ranges->used + 1);
 	if (rc < 0)
 		return rc;
-	for (place = 0; place < ranges->entries.capacity; place++)
-		if (!is_free(entry_at(ranges, place)))
-			rf_ibv_ranges_add(&grown, entry_at(ranges, place));
-	rf_memory_free(&ranges->entries);
+	/* No slot is unused: there was no room. */
+	for (link = 1; link <= ranges->used; link++)
+		rf_ibv_ranges_add(&grown, &slot_at(ranges, link)->range);
+	rf_memory_free(&ranges->slots);
 	*ranges = grown;
 	return 0;
 }
 
-void rf_ibv_ranges_add(struct rf_ibv_ranges *ranges, const struct rf_ibv_range *entry)
+void rf_ibv_ranges_add(struct rf_ibv_ranges *ranges, const struct rf_ibv_range *range)
 {
-	uint32_t place = home(ranges, entry->start, entry->end);
+	uint32_t *head = head_of(ranges, range->start, range->end);
+	uint32_t link = ranges->unused;
+	struct slot *slot;
 
-	RF_ASSERT(2 * (ranges->used + 1) <= ranges->entries.capacity);
-	while (!is_free(entry_at(ranges, place)))
-		place = next(ranges, place);
-	*entry_at(ranges, place) = *entry;
+	RF_ASSERT(ranges->used < ranges->slots.capacity);
+	if (!link)
+		link = ++ranges->made;
+	slot = slot_at(ranges, link);
+	if (ranges->unused)
+		ranges->unused = slot->next;
+	slot->range = *range;
+	slot->next = *head;
+	*head = link;
 	ranges->used++;
 }
 
-struct rf_ibv_range *rf_ibv_ranges_find(const struct rf_ibv_ranges *ranges, uintptr_t start,
-					uintptr_t end)
+/* The link to one with just these bytes, or else to one of the same pages; NULL: none. */
+static uint32_t *find(const struct rf_ibv_ranges *ranges, uintptr_t start, uintptr_t end)
 {
-	struct rf_ibv_range *entry;
-	uint32_t place;
+	const size_t page_size = rf_sys_page_size();
+	uint32_t *link, *similar = NULL;
 
 	if (!ranges->used)
 		return NULL;
-	place = home(ranges, start, end);
-	for (; !is_free(entry = entry_at(ranges, place)); place = next(ranges, place))
-		if (entry->start == start && entry->end == end)
-			return entry;
-	return NULL;
-}
+	for (link = head_of(ranges, start, end); *link; link = &slot_at(ranges, *link)->next) {
+		const struct rf_ibv_range *range = &slot_at(ranges, *link)->range;
 
-struct rf_ibv_range *rf_ibv_ranges_first(const struct rf_ibv_ranges *ranges, uintptr_t start,
-					 uintptr_t end, size_t page_size)
-{
-	struct rf_ibv_range *entry, *first = NULL;
-	uint32_t place;
-
-	for (place = 0; ranges->used && place < ranges->entries.capacity; place++) {
-		entry = entry_at(ranges, place);
-		if (is_free(entry) || (entry->start & ~(page_size - 1)) >= end ||
-		    entry->end <= start)
+		if (range->start != start || ((range->end - 1) ^ (end - 1)) >= page_size)
 			continue;
-		if (!first || entry->start < first->start)
-			first = entry;
+		if (range->end == end)
+			return link;
+		if (!similar)
+			similar = link;
 	}
-	return first;
+	return similar;
 }
 
-void rf_ibv_ranges_remove(struct rf_ibv_ranges *ranges, struct rf_ibv_range *entry)
+bool rf_ibv_ranges_take(struct rf_ibv_ranges *ranges, uintptr_t start, uintptr_t end,
+			struct rf_handle *handle)
 {
-	uint32_t mask = ranges->entries.capacity - 1;
-	uint32_t hole = (uint32_t)(entry - entry_at(ranges, 0)), place = hole, wanted;
+	uint32_t *link = find(ranges, start, end);
+	uint32_t taken;
+	struct slot *slot;
 
-	/* What follows moves up, unless that is before where a search for it begins. */
-	for (;;) {
-		place = next(ranges, place);
-		entry = entry_at(ranges, place);
-		if (is_free(entry))
-			break;
-		wanted = home(ranges, entry->start, entry->end);
-		if (((place - wanted) & mask) >= ((place - hole) & mask)) {
-			*entry_at(ranges, hole) = *entry;
-			hole = place;
-		}
-	}
-	memset(entry_at(ranges, hole), 0, sizeof(*entry));
+	if (!link)
+		return false;
+	taken = *link;
+	slot = slot_at(ranges, taken);
+	*handle = slot->range.handle;
+	*link = slot->next;
+	slot->next = ranges->unused;
+	ranges->unused = taken;
 	ranges->used--;
+	return true;
 }
 
 void rf_ibv_ranges_check(const struct rf_ibv_ranges *ranges)
 {
-	uint32_t place, used = 0;
+	uint32_t bucket, link, used = 0, unused = 0;
 
-	for (place = 0; place < ranges->entries.capacity; place++) {
-		const struct rf_ibv_range *entry = entry_at(ranges, place);
-		uint32_t at;
+	for (bucket = 1; bucket <= ranges->slots.capacity; bucket++) {
+		const uint32_t *head = &slot_at(ranges, bucket)->head;
 
-		if (is_free(entry))
-			continue;
-		used++;
-		at = home(ranges, entry->start, entry->end);
-		for (; at != place; at = next(ranges, at))
-			RF_ASSERT(!is_free(entry_at(ranges, at)));
+		for (link = *head; link; link = slot_at(ranges, link)->next) {
+			const struct rf_ibv_range *range = &slot_at(ranges, link)->range;
+
+			RF_ASSERT(link <= ranges->made && ++used <= ranges->used);
+			RF_ASSERT(head_of(ranges, range->start, range->end) == head);
+			(void)range;
+		}
 	}
-	RF_ASSERT(used == ranges->used);
-	RF_ASSERT(2 * used <= ranges->entries.capacity);
-	(void)used;
+	for (link = ranges->unused; link; link = slot_at(ranges, link)->next)
+		RF_ASSERT(link <= ranges->made && ++unused <= ranges->made);
+	RF_ASSERT(used == ranges->used && used + unused == ranges->made);
+	RF_ASSERT(ranges->made <= ranges->slots.capacity);
+	(void)used, (void)unused;
 }

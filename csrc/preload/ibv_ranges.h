@@ -1,13 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * Registrations found again by their bytes, for callers that keep no handle:
- * ibv_dofork_range() names a range as ibv_dontfork_range() named it before.
+ * Registrations found again by their bytes, for callers that keep no handle.
+ * ibv_dofork_range() names a range as ibv_dontfork_range() named it before, or with its
+ * end moved to the end of its last page, as mlx4, mthca and vmw_pvrdma do. libibverbs and
+ * its drivers (rdma-core 65) never release in another way, so a part of a range, or
+ * several ranges at once, are not looked for.
  *
- *	entries  [    ] [start end handle] [start end handle] [    ] ...
+ *	heads   [ 3 ] [   ] [ 2 ] [   ]		a bucket's newest range
+ *	ranges  [ A ] [ B ] [ C ] [   ]		and a link to the next one of its bucket
  *
- * Open addressing, at most half full. A range may be there several times, once a
- * registration; which of them is found first makes no difference. A free entry has
- * a handle with the serial 0.
+ * Both lie in one array of slots. A bucket is chosen by the start and the last page. A
+ * range may be there several times, once a registration; which of them is found makes no
+ * difference.
  *
  * No locks: the engine's lock is held.
  */
@@ -25,37 +29,29 @@ struct rf_ibv_range {
 };
 
 struct rf_ibv_ranges {
-	struct rf_memory entries;
-	uint32_t used;
+	struct rf_memory slots;
+	uint32_t used;		/* ranges */
+	uint32_t made;		/* slots that were ever used */
+	uint32_t unused;	/* the first of those that hold no range any more */
 };
 
 void rf_ibv_ranges_init(struct rf_ibv_ranges *ranges);
 
-/* Forget everything, for a child that inherits it: to zero the entries would be to copy them. */
+/* Forget everything, for a child that inherits it: to zero the slots would be to copy them. */
 void rf_ibv_ranges_clear(struct rf_ibv_ranges *ranges);
 
 /* The same where the structure may not fit together: its memory is lost. */
 void rf_ibv_ranges_abandon(struct rf_ibv_ranges *ranges);
 
-/* Room for @count more. -ENOMEM: nothing has changed. */
-int rf_ibv_ranges_reserve(struct rf_ibv_ranges *ranges, uint32_t count);
+/* Room for one more. -ENOMEM: nothing has changed. */
+int rf_ibv_ranges_reserve(struct rf_ibv_ranges *ranges);
 
 /* There is room. */
-void rf_ibv_ranges_add(struct rf_ibv_ranges *ranges, const struct rf_ibv_range *entry);
+void rf_ibv_ranges_add(struct rf_ibv_ranges *ranges, const struct rf_ibv_range *range);
 
-/* One that has just these bytes; NULL: none. */
-struct rf_ibv_range *rf_ibv_ranges_find(const struct rf_ibv_ranges *ranges, uintptr_t start,
-					uintptr_t end);
-
-/*
- * Of those that touch a page of [@start, @end), which is page aligned, the one with
- * the lowest address; NULL: none. Looks at all there are.
- */
-struct rf_ibv_range *rf_ibv_ranges_first(const struct rf_ibv_ranges *ranges, uintptr_t start,
-					 uintptr_t end, size_t page_size);
-
-/* @entry is one of them; any other entry may move. */
-void rf_ibv_ranges_remove(struct rf_ibv_ranges *ranges, struct rf_ibv_range *entry);
+/* Take out one with just these bytes, or else with that start and that last page; false: none. */
+bool rf_ibv_ranges_take(struct rf_ibv_ranges *ranges, uintptr_t start, uintptr_t end,
+			struct rf_handle *handle);
 
 /* Asserts the invariants (tests). */
 void rf_ibv_ranges_check(const struct rf_ibv_ranges *ranges);

@@ -23,6 +23,9 @@
 
 #define TRAP_FLAG 0x100
 
+int ibv_dontfork_range(void *base, size_t size);
+int ibv_dofork_range(void *base, size_t size);
+
 /* What is done at each step; true in a child, which is to go on unstepped. */
 static bool (*at_step)(void);
 static unsigned long steps, stride = 1, made_children;
@@ -425,6 +428,62 @@ static void no_byte_is_an_older_one(void)
 	check_empty();
 }
 
+/* ---- What a release by bytes costs ---- */
+
+static bool go_on(void)
+{
+	return false;
+}
+
+static unsigned long steps_of_release(char *start, size_t nbytes)
+{
+	begin_steps(go_on);
+	made_rc = ibv_dofork_range(start, nbytes);
+	end_steps();
+	CHECK(made_rc == 0);
+	return steps;
+}
+
+/* Of one range, of all ranges at once, which is nobody's, and of what nobody registered. */
+static unsigned long steps_among(size_t count, bool same)
+{
+	char *base = check_map_shared(count);
+	unsigned long most = 0, one;
+	size_t i;
+
+	for (i = 0; i < count; i++)
+		CHECK(ibv_dontfork_range(base + (same ? 0 : i) * check_page, check_page) == 0);
+	one = steps_of_release(base, count * check_page);
+	most = one > most ? one : most;
+	one = steps_of_release(base + 5, check_page);
+	most = one > most ? one : most;
+	for (i = 0; i < count; i++) {
+		char *start = base + (same ? 0 : i * 7919 % count) * check_page;
+
+		if (i % (count / 16)) {
+			CHECK(ibv_dofork_range(start, check_page) == 0);
+			continue;
+		}
+		one = steps_of_release(start, check_page);
+		most = one > most ? one : most;
+	}
+	check_unmap(base, count);
+	return most;
+}
+
+static void a_release_takes_as_long_among_thousands(void)
+{
+	unsigned int same;
+
+	check_start(RF_MODE_EAGER);
+	for (same = 0; same < 2; same++) {
+		const unsigned long few = steps_among(16, same), many = steps_among(16384, same);
+
+		CHECK(many < 3 * few, "%lu instructions among few, %lu among many", few, many);
+	}
+	check_empty();
+}
+
 /* ---- Registering at every instruction ---- */
 
 static unsigned long refused, allowed;
@@ -604,6 +663,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_child_ends_at_every_instruction),
 		SCENARIO(shared_memory_is_never_missed),
 		SCENARIO(no_byte_is_an_older_one),
+		SCENARIO(a_release_takes_as_long_among_thousands),
 		SCENARIO(a_handler_registers_at_every_instruction),
 		SCENARIO(a_handler_registers_at_every_instruction_of_the_noticing),
 		SCENARIO(a_thread_that_is_no_more_leaves_the_child_sane),

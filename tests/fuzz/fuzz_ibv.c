@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
  * ibv_dontfork_range() and ibv_dofork_range() as an input says, of any bytes in any order,
- * with system calls that fail and forks between. The model is what libibverbs counts: how
- * often each page is registered. A release takes one from each page it touches, whatever
- * ranges those were registered as, or nothing where one of them has none.
+ * with system calls that fail and forks between. The model is the list of ranges that are
+ * registered. A release takes one from it with the same bytes, or else one with the same
+ * start and the same last page, or nothing.
  */
 #include "check.h"
 #include "engine.h"
@@ -19,8 +19,13 @@
 int ibv_dontfork_range(void *base, size_t size);
 int ibv_dofork_range(void *base, size_t size);
 
+#define RANGES 100
+
+static struct bytes {
+	uintptr_t start, end;
+} ranges[RANGES];
 static unsigned int counts[PAGES];
-static unsigned int made, unbalanced;
+static unsigned int made, live, unbalanced;
 static bool whole;
 static bool lingering;	/* a call failed: marks may wait for the next fork to take them */
 
@@ -72,7 +77,7 @@ static void check_counts(void)
 		CHECK(found[page] == counts[page], "page %zu: %u, not %u", page, found[page],
 		      counts[page]);
 	CHECK(rf_stats(&stats) == 0 && stats.ibv_unbalanced == unbalanced);
-	CHECK(stats.registrations == stats.ibv_ranges);
+	CHECK(stats.registrations == live && stats.ibv_ranges == live);
 }
 
 static void check_marks(void)
@@ -102,61 +107,78 @@ static void arm(bool failing)
 	}
 }
 
-static void op_register(bool failing)
+static void count(const struct bytes *range, int change)
 {
-	uintptr_t start, end;
 	size_t page;
-	int rc;
 
-	choose_bytes(&start, &end);
-	arm(failing);
-	rc = ibv_dontfork_range((void *)start, end - start);
-	rf_sys_fail(0, 0);
-	CHECK(rc == 0 || (failing && rc == -1 && errno));
-	for (page = first_page(start); rc == 0 && page <= last_page(end); page++)
-		counts[page]++;
-	made += rc == 0;
+	for (page = first_page(range->start); page <= last_page(range->end); page++)
+		counts[page] += change;
 }
 
-/* Where it fails midway, what it has released before stays so. */
-static void note_failed(size_t first, size_t last)
+static void op_register(bool failing)
 {
-	unsigned int found[PAGES];
-	size_t page;
-	bool released = true;
+	struct bytes *range = &ranges[live];
+	int rc;
 
-	read_counts(found);
-	for (page = first; page <= last; page++) {
-		CHECK(found[page] == counts[page] || (released && found[page] + 1 == counts[page]),
-		      "page %zu: %u of %u", page, found[page], counts[page]);
-		released = found[page] < counts[page];
-		counts[page] = found[page];
+	choose_bytes(&range->start, &range->end);
+	arm(failing);
+	rc = ibv_dontfork_range((void *)range->start, range->end - range->start);
+	rf_sys_fail(0, 0);
+	made++;
+	if (rc < 0) {
+		CHECK(failing && rc == -1 && errno);
+		return;
 	}
+	count(range, 1);
+	live++;
+}
+
+/* @unclear: several have those pages and not those bytes; which is released is not promised. */
+static struct bytes *find(const struct bytes *wanted, bool *unclear)
+{
+	struct bytes *range, *similar = NULL;
+
+	*unclear = false;
+	for (range = ranges; range < ranges + live; range++) {
+		if (range->start != wanted->start ||
+		    last_page(range->end) != last_page(wanted->end))
+			continue;
+		if (range->end == wanted->end) {
+			*unclear = false;
+			return range;
+		}
+		*unclear |= similar && similar->end != range->end;
+		similar = range;
+	}
+	return similar;
 }
 
 static void op_release(bool failing)
 {
-	bool balanced = true;
-	uintptr_t start, end;
-	size_t first, last, page;
+	struct bytes wanted, *range;
+	bool unclear;
 	int rc;
 
-	choose_bytes(&start, &end);
-	first = first_page(start);
-	last = last_page(end);
-	for (page = first; page <= last; page++)
-		balanced &= counts[page] > 0;
+	choose_bytes(&wanted.start, &wanted.end);
+	/* By chance alone few would be found. */
+	if (live && check_below(4)) {
+		wanted = ranges[check_below(live)];
+		if (!check_below(4))
+			wanted.end = ARENA + (last_page(wanted.end) + 1) * PAGE;
+	}
+	range = find(&wanted, &unclear);
+	if (unclear)
+		return;
 	arm(failing);
-	rc = ibv_dofork_range((void *)start, end - start);
+	rc = ibv_dofork_range((void *)wanted.start, wanted.end - wanted.start);
 	rf_sys_fail(0, 0);
-	CHECK(rc == 0 || (failing && rc == -1 && errno));
-	if (rc < 0) {
-		note_failed(first, last);
+	CHECK(rc == 0, "%d", errno);
+	if (!range) {
+		unbalanced++;
 		return;
 	}
-	unbalanced += !balanced;
-	for (page = first; balanced && page <= last; page++)
-		counts[page]--;
+	count(range, -1);
+	*range = ranges[--live];
 }
 
 static void step(void)
@@ -196,14 +218,14 @@ static void start(void)
 	      "cause %d", error.cause);
 }
 
-/* What is left goes page by page, and then nothing is. */
 static void stop(void)
 {
-	size_t page;
+	while (live) {
+		const struct bytes *range = &ranges[--live];
 
-	for (page = 0; page < PAGES; page++)
-		for (; counts[page]; counts[page]--)
-			CHECK(ibv_dofork_range((void *)(ARENA + page * PAGE), PAGE) == 0);
+		CHECK(ibv_dofork_range((void *)range->start, range->end - range->start) == 0);
+		count(range, -1);
+	}
 	check_fork();
 	check_counts();
 	check_marks();
@@ -215,11 +237,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t nbytes)
 {
 	check_play(input, nbytes);
 	memset(counts, 0, sizeof(counts));
-	made = 0;
+	made = live = 0;
 	unbalanced = 0;
 	lingering = false;
 	start();
-	while (!check_played() && made < 100)
+	while (!check_played() && made < RANGES)
 		step();
 	stop();
 	return 0;

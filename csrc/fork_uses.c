@@ -15,6 +15,7 @@
 /* The largest heap of an arena, and where all of them are aligned; its headers are smaller. */
 #define ARENA_ALIGNMENT ((uintptr_t)64 << 20)
 #define ARENA_HEADER 256u
+#define ANSWERS 64
 
 #define LACKED "; children lack it and may die; align the buffer to whole pages"
 
@@ -73,12 +74,23 @@ static bool is_head_of_arena(uintptr_t page)
 	return !(page & (ARENA_ALIGNMENT - 1)) && begins_arena(page, &heap);
 }
 
+/*
+ * The kernel is asked once about each stretch of address space, as far as ANSWERS go. An arena
+ * that malloc() puts where there was none is not noticed.
+ */
 static bool is_in_arena(uintptr_t address)
 {
+	static uintptr_t without[ANSWERS];
 	const uintptr_t head = address & ~(ARENA_ALIGNMENT - 1);
+	uintptr_t *known = &without[head / ARENA_ALIGNMENT % ANSWERS];
 	struct heap heap;
 
-	return begins_arena(head, &heap) && address - head < heap.nbytes;
+	if (__atomic_load_n(known, __ATOMIC_RELAXED) == head)
+		return false;
+	if (begins_arena(head, &heap))
+		return address - head < heap.nbytes;
+	__atomic_store_n(known, head, __ATOMIC_RELAXED);
+	return false;
 }
 
 /* Where the program's data end; the main heap begins there or somewhat later. */

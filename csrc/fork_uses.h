@@ -22,7 +22,7 @@
 /* Names what fork() itself uses on the page at @page, and the consequence; NULL: nothing. */
 const char *rf_fork_uses(uintptr_t page, size_t page_size);
 
-/* The same if @address is malloc()'s. It costs a small copy. */
+/* The same if @address is malloc()'s. It costs a small copy now and then. */
 const char *rf_malloc_uses(uintptr_t address);
 
 #endif

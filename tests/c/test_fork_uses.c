@@ -56,6 +56,21 @@ static void tls_is_named(void)
 	CHECK(is_named(&errno, sizeof(errno), "this thread's"));
 }
 
+/* Beyond the pair of madvise() the kernel is not asked again. */
+static void partial_pages_cost_no_more_calls(void)
+{
+	char *memory = check_map(4);
+	unsigned long before;
+	int i;
+
+	start_untrusted();
+	for (i = 0; i < 3; i++) {
+		before = rf_sys_calls();
+		check_release(check_register(memory + 777, 2 * check_page, RF_HELD));
+		CHECK(!i || rf_sys_calls() - before == 2, "%lu", rf_sys_calls() - before);
+	}
+}
+
 static void *name_tls_of_thread(void *unused)
 {
 	memset(thread_local, 1, sizeof(thread_local));
@@ -329,6 +344,7 @@ int main(int argc, char **argv)
 		SCENARIO(tls_is_named),
 		SCENARIO(tls_of_another_thread_is_named),
 		SCENARIO(malloc_s_memory_is_named),
+		SCENARIO(partial_pages_cost_no_more_calls),
 		SCENARIO(a_c_program_is_told_once_for_each_cause),
 		SCENARIO(trusted_it_is_told_nothing),
 		SCENARIO(the_report_has_it),

@@ -10,13 +10,17 @@ Guards are a page, and what alignment left over, which costs nothing but address
 space. So nothing else shares the mapping in the middle, and marking it for fork()
 splits none: three VMAs, of which neighbouring Buffers share the guards' (one more
 Buffer beside another: two).
+
+Shared pages are those of a memfd, which nobody can shrink: what is mapped of it never
+faults, in whatever process.
 """
 
 cimport cython
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES
-from libc.errno cimport EAGAIN, EEXIST, ENOMEM, errno
+from libc.errno cimport EAGAIN, EEXIST, EINVAL, ENOMEM, errno
 from libc.stdint cimport uintptr_t
-from posix.unistd cimport _SC_PAGESIZE, sysconf
+from posix.types cimport off_t
+from posix.unistd cimport _SC_PAGESIZE, close, ftruncate, sysconf
 
 from rdmafork cimport *
 from rdmafork._core cimport Registration, check_usable, failure, is_set, policy_of, protect
@@ -36,7 +40,7 @@ cdef extern from "<sys/mman.h>" nogil:
     #ifndef MAP_FIXED_NOREPLACE /* glibc 2.27 */
     #define MAP_FIXED_NOREPLACE 0x100000
     #endif
-    #define HUGE_SHIFT 26 /* MAP_HUGE_SHIFT, which not every libc has */
+    #define HUGE_SHIFT 26 /* MAP_HUGE_SHIFT and MFD_HUGE_SHIFT, which not every libc has */
     """
     enum:
         HUGE_SHIFT
@@ -46,6 +50,7 @@ cdef extern from "<sys/mman.h>" nogil:
         MAP_FIXED_NOREPLACE
         MAP_HUGETLB
         MAP_PRIVATE
+        MAP_SHARED
         PROT_NONE
         PROT_READ
         PROT_WRITE
@@ -54,6 +59,46 @@ cdef extern from "<sys/mman.h>" nogil:
     int munmap(void *, size_t)
     int mprotect(void *, size_t, int)
     int madvise(void *, size_t, int)
+
+cdef extern from "<sys/vfs.h>" nogil:
+    """
+    #include <fcntl.h>
+    #include <sys/stat.h>
+
+    #ifndef MFD_NOEXEC_SEAL /* Linux 6.3 */
+    #define MFD_NOEXEC_SEAL 0x0008U
+    #endif
+    #ifndef MFD_HUGETLB /* glibc 2.27 */
+    #define MFD_HUGETLB 0x0004U
+    #endif
+    #define HUGETLBFS 0x958458f6 /* HUGETLBFS_MAGIC of linux/magic.h */
+    #define LASTING_SIZE (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+
+    /* The size of a memfd that nobody can shrink, and of its pages; else 0. */
+    static size_t lasting_size(int fd, size_t *page)
+    {
+        struct statfs system;
+        struct stat file;
+        int seals = fcntl(fd, F_GET_SEALS);
+
+        if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(fd, &file) || fstatfs(fd, &system))
+            return 0;
+        if ((unsigned long)system.f_type == HUGETLBFS)
+            *page = (size_t)system.f_bsize;
+        return (size_t)file.st_size;
+    }
+    """
+    enum:
+        F_ADD_SEALS
+        F_DUPFD_CLOEXEC
+        LASTING_SIZE
+        MFD_ALLOW_SEALING
+        MFD_CLOEXEC
+        MFD_HUGETLB
+        MFD_NOEXEC_SEAL
+    int fcntl(int, int, ...)
+    int memfd_create(const char *, unsigned int)
+    size_t lasting_size(int, size_t *)
 
 cdef extern from *:
     """
@@ -103,6 +148,15 @@ cdef char *BYTES = b"B"  # as struct has it
 
 
 @cython.final
+cdef class Descriptor:
+    """Of the memory that a shared Buffer is made of."""
+    cdef int number
+
+    def __cinit__(self, int number):
+        self.number = number
+
+
+@cython.final
 @cython.no_gc_clear
 cdef class Buffer(Registration):
     """Zeroed memory in pages of its own, registered from the start until close().
@@ -119,6 +173,10 @@ cdef class Buffer(Registration):
 
     on_fork: what a child gets of the memory, all of its pages, as register() takes it.
 
+    shared: children have the memory too: they read and write the same pages, by views
+    that they inherit or make of this Buffer, and so do other processes with attach().
+    There is no on_fork then.
+
     It has the buffer protocol, writable: memoryview(buffer), numpy.frombuffer(),
     torch.frombuffer(), socket.recv_into(). Registering any part of it again, with a
     device or with register(), needs no system call to protect it and no further
@@ -126,28 +184,37 @@ cdef class Buffer(Registration):
     and gives a warning once.
 
     Any thread may use and close it. If it is never closed, the memory is freed with
-    the last view. In a forked child, making views raises InheritedError, touching
-    inherited views faults (or they read zeros, or a copy, as on_fork says), and
-    closing or collecting it does nothing. A child may make Buffers of its own.
+    the last view. In a forked child, unless it is shared, making views raises
+    InheritedError and touching inherited views faults (or they read zeros, or a copy, as
+    on_fork says). Closing or collecting it there does nothing. A child may make Buffers
+    of its own.
 
-    ValueError: nbytes below 1; a page size the kernel does not have. OverflowError:
+    ValueError: nbytes below 1; a page size the kernel does not have; on_fork of shared
+    memory. OverflowError:
     more than an address space. OSError ENOMEM: not enough memory, or huge pages;
     others as for register(). After any failure nothing is mapped or registered.
 
-    Source: mmap(2), MAP_HUGETLB; madvise(2), MADV_HUGEPAGE.
+    Source: mmap(2), MAP_HUGETLB; madvise(2), MADV_HUGEPAGE; memfd_create(2).
     """
     cdef uintptr_t base     # of the reservation
     cdef size_t span        # 0: nothing is mapped
     cdef size_t page
     cdef Py_ssize_t exports
+    cdef int fd             # of shared memory, or -1; 0 before __cinit__
 
-    def __cinit__(self, nbytes, *, page_size=None, on_fork="omit"):
+    def __cinit__(self, nbytes, *, page_size=None, on_fork="omit", shared=False):
         cdef rf_policy policy = <rf_policy>policy_of(on_fork)
-        cdef size_t size, alignment
+        cdef size_t length, size, alignment
         cdef int error, advice = 0
+        cdef int attached = (<Descriptor>shared).number if type(shared) is Descriptor else -1
+        self.fd = -1
+        self.shared = bool(shared)
+        if self.shared and policy != RF_OMIT:
+            raise ValueError(
+                f"on_fork={on_fork!r} is for private memory: children share a shared Buffer")
         self.page = page_size_of(page_size)
-        nbytes = length_of(nbytes, self.page)
-        size = (<size_t>nbytes + self.page - 1) & -self.page
+        length = length_of(nbytes, self.page)
+        size = (length + self.page - 1) & -self.page
         alignment = self.page
         if self.page == PAGE and size >= LARGE:
             advice = MADV_NOHUGEPAGE
@@ -157,24 +224,63 @@ cdef class Buffer(Registration):
         # What is mapped from here on is this process's to unmap.
         self.slot.generation = rf_generation()
         with nogil:
-            if self.page == PAGE:
-                error = map_pages(self, size, alignment, advice)
+            if self.shared:
+                error = open_file(self, length, size, attached)
+                if not error:
+                    error = map_into_hole(self, size, alignment, MAP_SHARED)
+            elif self.page == PAGE:
+                error = map_pages(self, size, alignment)
             else:
-                error = map_huge_pages(self, size)
+                error = map_into_hole(
+                    self, size, alignment,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | ctz(self.page) << HUGE_SHIFT)
+            # Refused by kernels without transparent huge pages: then base pages it is.
+            if advice and not error:
+                madvise(<void *>self.start, size, advice)
         if error:
-            raise refusal(error, nbytes, size, self.page)
+            raise refusal(error, length, size, self.page)
         self.length = size
         protect(self, RF_HELD, policy)
-        self.length = nbytes
+        self.length = length
 
-    def __init__(self, nbytes, *, page_size=None, on_fork="omit"):
+    def __init__(self, nbytes, *, page_size=None, on_fork="omit", shared=False):
         """Made in __cinit__, which runs once."""
+
+    @staticmethod
+    def attach(fileno, /):
+        """A Buffer of the shared memory behind a descriptor that fileno() gave.
+
+        For a process that did not inherit the Buffer. The descriptor may be another
+        process's, received by socket.recv_fds() or inherited by a program (pass_fds of
+        subprocess); it stays the caller's. The memory lives until all Buffers of it,
+        and their descriptors, are closed, whoever made it. The Buffer is as long as the
+        first one was, and of huge pages a whole number of pages.
+
+        ValueError: the descriptor is not of a shared Buffer's memory. OSError as for
+        making one; EBADF.
+
+        Source: memfd_create(2), F_SEAL_SHRINK in fcntl(2).
+        """
+        cdef int fd = index(fileno)
+        cdef size_t page = PAGE
+        os.fstat(fd)
+        cdef size_t size = lasting_size(fd, &page)
+        if not size:
+            raise ValueError(f"descriptor {fd} is not of a shared Buffer's memory")
+        return Buffer(
+            size, page_size=None if page == PAGE else page, shared=Descriptor(fd))
 
     def __dealloc__(self):
         if self.span and self.slot.generation == rf_generation():
             self.open = give_back(self) == -EDEADLK
+        elif not self.span:
+            close_file(self)
 
     def __reduce__(self):
+        if self.shared:
+            raise TypeError(
+                "a Buffer cannot be pickled or copied: send its fileno() to the other process, "
+                "which calls Buffer.attach()")
         raise TypeError(
             "a Buffer cannot be pickled or copied: it is memory of this process; pickle "
             "bytes(buffer), or share memory (multiprocessing.shared_memory) and register that")
@@ -244,6 +350,18 @@ cdef class Buffer(Registration):
         check_usable(self)
         return self.page
 
+    def fileno(self):
+        """The descriptor of the shared memory, for attach() in another process.
+
+        It is the Buffer's own, closed with it, and no program inherits it unasked.
+
+        ValueError: the Buffer is not shared.
+        """
+        check_usable(self)
+        if not self.shared:
+            raise ValueError("this Buffer is not shared: it has no descriptor")
+        return self.fd
+
     def __repr__(self):
         state = (
             "closed" if not is_set(&self.open)
@@ -253,7 +371,7 @@ cdef class Buffer(Registration):
         )
         return (
             f"<rdmafork.Buffer 0x{self.start:x}, {self.length} bytes in pages of "
-            f"{readable(self.page)}, {state}>")
+            f"{readable(self.page)}, {'shared, ' if self.shared else ''}{state}>")
 
 
 cdef int give_back(Buffer self) noexcept:
@@ -265,7 +383,14 @@ cdef int give_back(Buffer self) noexcept:
         if rc != -EDEADLK:
             rc = -errno if munmap(<void *>self.base, self.span) else 0
             self.span = 0
+            close_file(self)
     return rc
+
+
+cdef void close_file(Buffer self) noexcept nogil:
+    if self.shared and self.fd >= 0:
+        close(self.fd)
+    self.fd = -1
 
 
 # ---- Mapping: 0 or the errno; __dealloc__ unmaps what is reserved then --------------------
@@ -281,36 +406,32 @@ cdef int reserve(Buffer self, size_t size, size_t alignment) noexcept nogil:
     return 0
 
 
-cdef int map_pages(Buffer self, size_t size, size_t alignment, int advice) noexcept nogil:
+cdef int map_pages(Buffer self, size_t size, size_t alignment) noexcept nogil:
     cdef int error = reserve(self, size, alignment)
     if error:
         return error
     if mprotect(<void *>self.start, size, PROT_READ | PROT_WRITE):
         return errno
-    # Refused by kernels without transparent huge pages: then base pages it is.
-    if advice:
-        madvise(<void *>self.start, size, advice)
     return 0
 
 
-cdef int map_huge_pages(Buffer self, size_t size) noexcept nogil:
-    """Into a hole made for them in the reservation, by which nobody else's is replaced.
+cdef int map_into_hole(Buffer self, size_t size, size_t alignment, int flags) noexcept nogil:
+    """Into a hole made for it in the reservation, by which nobody else's is replaced.
 
     Mapped over it, a refusal may leave it as it was or leave a hole, and into that
     another thread maps: who would know then what to unmap?
     """
-    cdef int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | MAP_FIXED_NOREPLACE
     cdef uintptr_t end
     cdef void *mapped
     cdef int error
-    flags |= ctz(self.page) << HUGE_SHIFT
     for _ in range(ATTEMPTS):
-        error = reserve(self, size, self.page)
+        error = reserve(self, size, alignment)
         if error:
             return error
         if munmap(<void *>self.start, size):
             return errno
-        mapped = mmap(<void *>self.start, size, PROT_READ | PROT_WRITE, flags, -1, 0)
+        mapped = mmap(<void *>self.start, size, PROT_READ | PROT_WRITE,
+                      flags | MAP_FIXED_NOREPLACE, self.fd, 0)
         if mapped != MAP_FAILED:
             return 0
         error = errno
@@ -321,6 +442,23 @@ cdef int map_huge_pages(Buffer self, size_t size) noexcept nogil:
         if error != EEXIST:
             return error
     return EAGAIN
+
+
+cdef int open_file(Buffer self, size_t nbytes, size_t size, int attached) noexcept nogil:
+    """self.fd, of memory that stays as long as it is: nobody who maps it is to fault."""
+    cdef unsigned int flags = MFD_CLOEXEC | MFD_ALLOW_SEALING
+    if attached >= 0:
+        self.fd = fcntl(attached, F_DUPFD_CLOEXEC, 3)
+        return errno if self.fd < 0 else 0
+    if self.page != PAGE:
+        nbytes = size  # A file of huge pages has whole ones.
+        flags |= MFD_HUGETLB | <unsigned int>ctz(self.page) << HUGE_SHIFT
+    self.fd = memfd_create(b"rdmafork", flags | MFD_NOEXEC_SEAL)
+    if self.fd < 0 and errno == EINVAL:
+        self.fd = memfd_create(b"rdmafork", flags)
+    if self.fd < 0 or ftruncate(self.fd, <off_t>nbytes):
+        return errno
+    return errno if fcntl(self.fd, F_ADD_SEALS, LASTING_SIZE) else 0
 
 
 # ---- Arguments, and what to say of them --------------------------------------------------

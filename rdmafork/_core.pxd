@@ -28,6 +28,7 @@ cdef class Registration:
     cdef rf_policy policy
     cdef bint open
     cdef bint is_protected
+    cdef bint shared         # children have the memory too, and may use it
 
 # Hold buffer, and take start and length from it.
 cdef int hold(Registration self, object buffer) except -1
@@ -37,7 +38,7 @@ cdef int abandon(Registration self) except -1
 # Register what is held with the engine, and give that back: -ECHILD if it is the parent's.
 cdef int protect(Registration self, unsigned int flags, rf_policy policy) except -1
 cdef int unprotect(Registration self) except? -1
-# ValueError when it is closed, InheritedError in a child.
+# ValueError when it is closed, InheritedError in a child that does not share the memory.
 cdef int check_usable(Registration self) except -1
 # An rf_policy.
 cdef int policy_of(object on_fork) except -1

@@ -244,7 +244,7 @@ cdef int let_go(Registration self, bint inherited) except -1:
 cdef int check_usable(Registration self) except -1:
     if not is_set(&self.open):
         raise ValueError(f"the {type(self).__name__} is closed")
-    if self.slot.generation != rf_generation():
+    if self.slot.generation != rf_generation() and not self.shared:
         raise InheritedError(
             f"the {type(self).__name__} of {self.length} bytes at 0x{self.start:x} belongs to the "
             f"parent process: in this child its memory "

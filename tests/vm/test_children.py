@@ -234,6 +234,49 @@ def test_workers_of_multiprocessing_use_the_device(rc):
     scene.check()
 
 
+# ---- memory that they share --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@fresh
+def test_workers_share_a_buffer_with_the_device(rc, mode):
+    """Registered once: what a worker writes the device reads, and the other way round."""
+    start(mode)
+    ours = Ours(rc)
+    shared = rdmafork.Buffer(SIZE, shared=True)
+    view = memoryview(shared)
+    region, near = ours.register(shared), ours.register(memory("base", SIZE))
+    pair = rc.pair(ours.context, ours.pd)
+    told, ask = os.pipe()
+    answer, tell = os.pipe()
+    old = os.fork()
+    if not old:
+        os.close(ask)
+        while os.read(told, 1):
+            os.write(tell, view[-9:])
+        os._exit(0)
+    for i in range(3):
+        assert child(lambda i=i: view.__setitem__(slice(-9, None), b"worker %2d" % i)) is None
+        pair.read(near, region)
+        assert near.obj[-9:] == b"worker %2d" % i
+        near.obj[-9:] = b"device %2d" % i
+        pair.write(near, region)
+        assert child(lambda: bytes(memoryview(shared)[-9:])) == b"device %2d" % i
+        os.write(ask, b"?")  # one that was there before
+        assert os.read(answer, 9) == b"device %2d" % i == view[-9:]
+        assert pair.exchange(near, region, i) == (0, 0)
+
+    def with_a_region_of_its_own():
+        own = Ours(rc)
+        far, mine = own.register(shared), own.register(memory("base", SIZE))
+        return rc.pair(own.context, own.pd).exchange(mine, far, 9)
+
+    assert child(with_a_region_of_its_own) == (0, 0)
+    assert pair.exchange(near, region, 11) == (0, 0)
+    os.close(ask)
+    assert os.waitpid(old, 0)[1] == 0
+
+
 # ---- a parent that is killed ------------------------------------------------------------
 
 

@@ -14,10 +14,11 @@ PROC_LDFLAGS := $(addprefix -Wl$(,)--wrap=,rf_sys_open rf_sys_read rf_sys_close 
 	socket setsockopt send recv)
 
 # What test_intercept loads: libraries with the shape of libibverbs, as they are linked.
-STANDINS := slots relro direct
+STANDINS := slots relro direct asked
 standin_slots := -Wl,-z,lazy
 standin_relro := -Wl,-z,relro,-z,now
 standin_direct := -Wl,-Bsymbolic-functions
+standin_asked := -DOTHER_CODE
 
 build/ctest/standin-%.so: tests/standin.c tests/engine.mk
 	@mkdir -p $(@D)
@@ -53,7 +54,7 @@ build/ctest/$(1)/test_%: build/ctest/$(1)/tests/c/test_%.o $$($(1)_OBJECTS)
 	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$(LDFLAGS) -ldl -o $$@
 
 build/ctest/$(1)/test_intercept build/ctest/$(1)/test_exec: | $$(STANDINS:%=build/ctest/standin-%.so)
-build/ctest/$(1)/test_intercept: private LDFLAGS += -Wl,--export-dynamic-symbol=standin_wait
+build/ctest/$(1)/test_intercept: private LDFLAGS += $$(addprefix -Wl$$(,)--export-dynamic-symbol=,standin_wait standin_asks)
 # As the library is linked: to look a symbol up takes kilobytes of stack.
 build/ctest/$(1)/test_handler_stack: private LDFLAGS += -Wl,-z,now
 build/ctest/$(1)/fuzz_proc: private LDFLAGS += $$(PROC_LDFLAGS)

@@ -41,8 +41,13 @@ int ibv_fork_init(void)
 	return 0;
 }
 
+/* A program may define it, to know when that is asked. */
+extern int standin_asks(void) __attribute__((weak));
+
 int ibv_is_fork_initialized(void)
 {
+	if (standin_asks)
+		(void)standin_asks();
 	return root ? 1 : 0;
 }
 

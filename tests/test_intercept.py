@@ -10,6 +10,7 @@ import errno
 import os
 import threading
 import time
+from pathlib import Path
 
 import bound
 import pytest
@@ -135,12 +136,35 @@ def _loaded_again(path, how):
     assert libraries() == {}
 
 
+@pytest.mark.parametrize(("options", "how"), REWRITTEN)
+def test_a_long_path_is_known_again(build, tmp_path, options, how):
+    folder = tmp_path / ("a" * 150) / ("b" * 150)
+    folder.mkdir(parents=True)
+    verbs = folder / "libibverbs.so.1"
+    Path(build("libibverbs.so.1", options)).rename(verbs)
+    run(_long_path, str(verbs), build("libanother.so.1", SLOTS), how)
+
+
+def _long_path(path, another, how):
+    library = load(path)
+    rdmafork.fork_init(intercept=True)
+    (found,) = before = rdmafork.stats().ibv_libraries
+    assert found.how == how and path.startswith(found.path) and len(found.path) > 200
+    other = load(another)  # then all are looked at again
+    assert rdmafork.stats().ibv_libraries[:1] == before
+    works(library)
+    works(other)
+
+
 DRIVER = """
 #include <stddef.h>
 int ibv_dontfork_range(void *, size_t);
 int ibv_dofork_range(void *, size_t);
 int standin_own_calls(void);
+int ibv_fork_init(void), ibv_is_fork_initialized(void);
 int (*const by_address)(void *, size_t) = ibv_dofork_range;
+int driver_fork_init(void) { return ibv_fork_init(); }
+int driver_status(void) { return ibv_is_fork_initialized(); }
 int standin_register(void *base, size_t size) { return ibv_dontfork_range(base, size); }
 int standin_release(void *base, size_t size) { return by_address(base, size); }
 """
@@ -161,6 +185,10 @@ def _a_driver(path, how):
     (found,) = rdmafork.stats().ibv_libraries
     assert (found.how, found.needed_by) == (how, path)
     works(driver)
+    unneeded, enabled = 2, 1
+    trusted = rdmafork.kernel_info().copy_on_fork_trusted
+    assert driver.driver_status() == (unneeded if trusted else enabled)
+    assert driver.driver_fork_init() == 0 and driver.standin_inits() == 0
 
 
 # ---- where it cannot be ----------------------------------------------------------------------

@@ -174,12 +174,38 @@ static void ended_inside_the_engine_it_says_so(void)
 	CHECK(strstr(text, "\"left_bytes\": 0,"), "%s", text);
 }
 
+/* The program's own signal, blocked and waiting: the write's may not take it along. */
+static void a_failed_write_leaves_a_pending_signal(void)
+{
+	int ends[2], everybody;
+	sigset_t blocked, pending;
+
+	signal(SIGPIPE, SIG_DFL);
+	CHECK(pipe(ends) == 0 && close(ends[0]) == 0);
+	sigemptyset(&blocked);
+	sigaddset(&blocked, SIGPIPE);
+	CHECK(rf_sys_write(ends[1], "x", 1) == -EPIPE);
+	CHECK(sigprocmask(SIG_BLOCK, &blocked, NULL) == 0);
+	CHECK(rf_sys_write(ends[1], "x", 1) == -EPIPE);
+	CHECK(sigpending(&pending) == 0 && !sigismember(&pending, SIGPIPE));
+	for (everybody = 0; everybody < 2; everybody++) {
+		CHECK((everybody ? kill(getpid(), SIGPIPE) : raise(SIGPIPE)) == 0);
+		CHECK(rf_sys_write(ends[1], "x", 1) == -EPIPE);
+		CHECK(sigpending(&pending) == 0 && sigismember(&pending, SIGPIPE));
+		CHECK(sigwaitinfo(&blocked, NULL) == SIGPIPE);
+		while (sigpending(&pending) == 0 && sigismember(&pending, SIGPIPE))
+			CHECK(sigwaitinfo(&blocked, NULL) == SIGPIPE);
+	}
+	close(ends[1]);
+}
+
 int main(int argc, char **argv)
 {
 	const struct check_scenario scenarios[] = {
 		SCENARIO(at_the_start_whatever_fails_the_program_runs),
 		SCENARIO(at_the_end_whatever_fails_the_report_is_whole_or_none),
 		SCENARIO(ended_inside_the_engine_it_says_so),
+		SCENARIO(a_failed_write_leaves_a_pending_signal),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

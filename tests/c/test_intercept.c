@@ -168,6 +168,26 @@ static void a_slot_is_read_only_where_its_page_is(void)
 		      "%zu", (size_t)at);
 }
 
+/* One that is not PIE begins where it was linked for, not at what is added to its addresses. */
+static void an_object_begins_with_its_first_segment(void)
+{
+	static const rf_elf_header headers[] = {
+		{ .p_type = PT_PHDR, .p_vaddr = 0x400040, .p_memsz = 0x1000 },
+		{ .p_type = PT_LOAD, .p_vaddr = 0x400000, .p_memsz = 0x1000 },
+		{ .p_type = PT_LOAD, .p_vaddr = 0x402000, .p_memsz = 0x800 },
+	};
+	struct dl_phdr_info info = { .dlpi_name = "", .dlpi_phdr = headers };
+	struct rf_elf object;
+
+	info.dlpi_phnum = COUNT_OF(headers);
+	(void)rf_elf_read(&object, &info);
+	CHECK(object.start == 0x400000 && object.end == 0x402800, "%#lx-%#lx",
+	      (unsigned long)object.start, (unsigned long)object.end);
+	info.dlpi_addr = 0x7000000;
+	(void)rf_elf_read(&object, &info);
+	CHECK(object.start == 0x7400000 && object.end == 0x7402800);
+}
+
 static bool loaded_enough;
 
 static void *load_and_unload(void *path)
@@ -200,6 +220,61 @@ static void another_thread_loads_and_unloads_one(void)
 	__atomic_store_n(&loaded_enough, true, __ATOMIC_RELAXED);
 	CHECK(pthread_join(thread, NULL) == 0);
 	CHECK(rf_libraries(NULL, 0) == 0);
+}
+
+/* ---- A fork while interception is switched on ---- */
+
+static struct {
+	bool on, answered;
+	sem_t asked;
+} asking;
+
+/* standin-asked.so asks it for its status: then the loader's gate is held. */
+int standin_asks(void);
+int standin_asks(void)
+{
+	if (asking.on && !sem_post(&asking.asked)) {
+		usleep(200000);
+		__atomic_store_n(&asking.answered, true, __ATOMIC_SEQ_CST);
+	}
+	return 0;
+}
+
+static void *switch_on(void *unused)
+{
+	struct rf_error error;
+
+	CHECK(rf_intercept(&error) == 1);
+	return unused;
+}
+
+static void a_fork_waits_while_it_is_switched_on(void)
+{
+	uint64_t began, took;
+	pthread_t thread;
+	pid_t child;
+
+	check_start(RF_MODE_EAGER);
+	load("asked", RTLD_NOW);
+	CHECK(sem_init(&asking.asked, 0, 0) == 0);
+	asking.on = true;
+	CHECK(pthread_create(&thread, NULL, switch_on, NULL) == 0);
+	CHECK(sem_wait(&asking.asked) == 0);
+	began = rf_sys_now();
+	child = fork();
+	CHECK(child >= 0);
+	if (!child) {
+		took = rf_sys_now() - began;
+		/* It does not wait for ever. */
+		CHECK(asking.answered || took >= 1000000000, "after %lu ms",
+		      (unsigned long)took / 1000000);
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
+	CHECK(pthread_join(thread, NULL) == 0);
+	asking.on = false;
+	check_fork();
+	check_whole(true);
 }
 
 #if defined(__GLIBC__)
@@ -286,7 +361,9 @@ int main(int argc, char **argv)
 		SCENARIO(its_calls_are_taken_all_or_none),
 		SCENARIO(noticed_by_a_fork_they_are_taken_all_or_none),
 		SCENARIO(a_slot_is_read_only_where_its_page_is),
+		SCENARIO(an_object_begins_with_its_first_segment),
 		SCENARIO(another_thread_loads_and_unloads_one),
+		SCENARIO(a_fork_waits_while_it_is_switched_on),
 #if defined(__GLIBC__)
 		SCENARIO(nothing_is_changed_while_the_loader_is_at_work),
 #endif

@@ -15,6 +15,7 @@
 #include <linux/netlink.h>
 #include <stdarg.h>
 #include <sys/socket.h>
+#include <errno.h>
 #include <sys/sysmacros.h>
 
 #define MAPPINGS 24
@@ -92,16 +93,27 @@ int __wrap_socket(int domain, int type, int protocol)
 	return MAPS;
 }
 
+/* The system call that is refused; NULL: none. */
+static const char *refused;
+
+static int refuse(const char *call)
+{
+	if (!refused || strcmp(refused, call) != 0)
+		return 0;
+	errno = EPERM;
+	return -1;
+}
+
 int __wrap_setsockopt(int fd, int level, int name, const void *value, socklen_t nbytes)
 {
 	(void)fd, (void)level, (void)name, (void)value, (void)nbytes;
-	return 0;
+	return refuse("setsockopt");
 }
 
 ssize_t __wrap_send(int fd, const void *bytes, size_t nbytes, int flags)
 {
 	(void)fd, (void)bytes, (void)flags;
-	return (ssize_t)nbytes;
+	return refuse("send") ? -1 : (ssize_t)nbytes;
 }
 
 ssize_t __wrap_recv(int fd, void *bytes, size_t nbytes, int flags)
@@ -109,7 +121,7 @@ ssize_t __wrap_recv(int fd, void *bytes, size_t nbytes, int flags)
 	(void)fd, (void)flags;
 	nbytes = nbytes < message.used ? nbytes : message.used;
 	memcpy(bytes, message.bytes, nbytes);
-	return (ssize_t)nbytes;
+	return refuse("recv") ? -1 : (ssize_t)nbytes;
 }
 
 /* ---- Any bytes ---- */
@@ -311,10 +323,12 @@ static void mappings_are_found(void)
 
 static void answers_are_understood(void)
 {
+	static const char *const calls[] = { "setsockopt", "send", "recv" };
 	struct nlmsghdr header = { .nlmsg_type = (5 << 10) | 6 };
 	struct nlattr attribute;
 	int expected = 0;
 	bool known = false;
+	size_t i;
 
 	message.used = NLMSG_HDRLEN;
 	memset(message.bytes, 0, 4096);
@@ -335,6 +349,12 @@ static void answers_are_understood(void)
 	header.nlmsg_len = (uint32_t)message.used;
 	memcpy(message.bytes, &header, sizeof(header));
 	CHECK(rf_sys_rdma_copy_on_fork() == expected, "not %d", expected);
+	/* A question that could not be asked has no answer: "does not copy" would be one. */
+	for (i = 0; i < COUNT_OF(calls); i++) {
+		refused = calls[i];
+		CHECK(rf_sys_rdma_copy_on_fork() == -EPERM, "%s", refused);
+	}
+	refused = NULL;
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t nbytes)

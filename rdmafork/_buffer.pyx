@@ -270,6 +270,9 @@ cdef class Buffer(Registration):
         return Buffer(
             size, page_size=None if page == PAGE else page, shared=Descriptor(fd))
 
+    def __del__(self):
+        """Views may be part of the same garbage. Its memory goes with the last of them."""
+
     def __dealloc__(self):
         if self.span and self.slot.generation == rf_generation():
             self.open = give_back(self) == -EDEADLK

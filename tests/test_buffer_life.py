@@ -106,6 +106,21 @@ def test_in_a_child_closing_and_collecting_make_no_system_call(mode):
     assert "munmap" in names(sections["parent"])
 
 
+@fresh
+def test_views_and_their_buffer_may_be_one_garbage():
+    """A warning is an error: a finalizer that raised would be one."""
+    rdmafork.fork_init()
+    for shared in (False, True):
+        buffer = Buffer(5000, shared=shared)
+        garbage = [buffer, memoryview(buffer)]
+        garbage.append(garbage)
+        address = buffer.address
+        del buffer, garbage
+        gc.collect()
+        assert rdmafork.stats().registrations == 0
+        assert not is_mapped(address)
+
+
 @both_modes
 @fresh
 def test_what_a_child_maps_in_its_place_stays(mode):

@@ -25,7 +25,7 @@ HOURS ?= 1
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build check test test-vm test-wheel test-pythons test-freethreaded \
+.PHONY: help demo build check test test-vm tried-with test-wheel test-pythons test-freethreaded \
 	test-bare ctest asan tsan fuzz asan-python coverage soak soak-vm bench bench-vm bench-check docs \
 	wheel release-check lint lint-c format clean
 .DELETE_ON_ERROR:
@@ -51,8 +51,24 @@ test: build ctest $(SOAK)	## the tests of the engine, then pytest $(PYTEST_ARGS)
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 test-vm: export PYTEST_ARGS := $(PYTEST_ARGS)
-test-vm: $(BUILT) $(GUESTS) $(CTESTS:%=build/ctest/debug/%) $(SOAK)	## in VMs with a soft-RoCE device, on Debian's kernels $(KERNELS)
+test-vm: $(BUILT) $(GUESTS) $(CTESTS:%=build/ctest/debug/%) $(SOAK) $(FIELD)/installed	## in VMs with a soft-RoCE device, on Debian's kernels $(KERNELS)
 	@$(BIN)/python tests/vm/run.py $(KERNELS)
+
+# Programs nobody here wrote, in an environment of their own. What cannot be had is not tested.
+FIELD := build/field
+FIELD_PACKAGES := dlslime ibverbs mooncake-transfer-engine-non-cuda
+$(FIELD)/installed: Makefile
+	@$(PYTHON) -m venv $(FIELD)
+	@for package in $(FIELD_PACKAGES); do \
+		$(FIELD)/bin/python -m pip install -q --disable-pip-version-check $$package || \
+			echo "not tested: $$package cannot be installed"; \
+	done
+	@touch $@
+
+tried-with: export PYTEST_ARGS := tests/vm/test_field.py
+tried-with: $(BUILT) $(GUESTS) $(FIELD)/installed	## the table of docs/tried-with.md, in VMs with Debian's kernels $(KERNELS)
+	@$(BIN)/python tests/vm/run.py $(KERNELS); failed=$$?; \
+		$(BIN)/python docs/tried_with.py $(KERNELS:%=build/vm/%/tried) && exit $$failed
 
 FREE := build/freethreaded
 FREE_PYTHON := $(FREE)/$(FREETHREADED)/bin/python3

@@ -118,6 +118,17 @@ def test_tables_of_costs_are_those_of_the_results():
     assert set(found) == {"fork", "registration", "many", "scale", "unmodified"}
 
 
+def test_tables_of_programs_are_those_of_the_results():
+    """python docs/tried_with.py writes them."""
+    made = runpy.run_path(str(ROOT / "docs/tried_with.py"))
+    found = []
+    for page in made["PAGES"]:
+        text = page.read_text()
+        found += re.findall(r"<!-- tried: (\w+) -->", text)
+        assert made["written"](text) == text, page
+    assert sorted(found) == sorted(made["TABLES"])
+
+
 def test_every_page_can_be_reached():
     index = (ROOT / "docs/index.md").read_text()
     in_trees = set(re.findall(r"^[\w/-]+$", index, re.MULTILINE))

@@ -33,8 +33,8 @@ KERNELS = VM / "kernels"
 SUITES = ("bullseye", "bookworm", "trixie")
 PACKAGES = (
     "busybox-static debian-archive-keyring gcc ibverbs-providers ibverbs-utils iproute2 kmod "
-    "libc6-dev libibverbs-dev perftest python3-pyverbs qemu-system-x86 rdma-core strace ucx-utils "
-    "util-linux valgrind xz-utils zstd"
+    "libc6-dev libfabric-bin libibverbs-dev perftest python3-pyverbs qemu-system-x86 rdma-core "
+    "strace ucx-utils util-linux valgrind xz-utils zstd"
 ).split()
 MEMORY = "2500M"
 MINUTES = float(os.environ.get("VM_MINUTES", "75"))  # a guest that takes longer hangs

@@ -7,6 +7,10 @@ def memory_cause() -> str: ...
 def number(path: str) -> int: ...
 
 @final
+class Descriptor:
+    def __new__(cls, number: int) -> Descriptor: ...
+
+@final
 class Buffer(Registration):
     def __init__(
         self,

@@ -473,6 +473,7 @@ def some_objects():
     closed.close()
     return [
         rdmafork.register(bytearray(5000)), closed, rdmafork.Buffer(10000),
+        rdmafork.Buffer(10000, shared=True),
         rdmafork.register_address(KEPT_MEMORY, 4096, owner=object()), Sub.__new__(Sub),
     ]  # fmt: skip
 

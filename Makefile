@@ -3,7 +3,7 @@
 PYTHON ?= python3
 CC ?= cc
 PYTEST_ARGS ?=
-KERNELS ?= 5.10 6.1 6.12
+KERNELS ?= 5.10 6.1 6.12 7.3
 FREETHREADED ?= 3.13
 
 VENV := .venv
@@ -20,6 +20,7 @@ MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
 CTESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
 SOAK := build/ctest/debug/soak
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
+FIELD := build/field
 SECONDS := 60
 HOURS ?= 1
 
@@ -55,7 +56,6 @@ test-vm: $(BUILT) $(GUESTS) $(CTESTS:%=build/ctest/debug/%) $(SOAK) $(FIELD)/ins
 	@$(BIN)/python tests/vm/run.py $(KERNELS)
 
 # Programs nobody here wrote, in an environment of their own. What cannot be had is not tested.
-FIELD := build/field
 FIELD_PACKAGES := dlslime ibverbs mooncake-transfer-engine-non-cuda
 $(FIELD)/installed: Makefile
 	@$(PYTHON) -m venv $(FIELD)

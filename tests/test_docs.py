@@ -86,7 +86,9 @@ def test_what_it_links_to_exists(page):
     for target in DOC.findall(text):
         assert (page.parent / f"{target}.md").is_file(), f"no page {target}"
     for target in DIRECTIVE.findall(text):
-        assert (page.parent / target).is_file(), f"no file {target}"
+        # Figures are drawn as the docs are built, where a missing one is an error.
+        if not target.startswith("../build/"):
+            assert (page.parent / target).is_file(), f"no file {target}"
     for target in DRAWING.findall(text):
         assert (ROOT / "docs/drawings" / target).is_file(), f"no drawing {target}"
     for target in IN_TREE.findall(text):

@@ -30,7 +30,7 @@ from debian import Apt, NotThere, install_packages  # noqa: E402
 
 VM = ROOT / "build" / "vm"
 KERNELS = VM / "kernels"
-SUITES = ("bullseye", "bookworm", "trixie")
+SUITES = ("bullseye", "bookworm", "trixie", "trixie-backports")
 PACKAGES = (
     "busybox-static debian-archive-keyring gcc ibverbs-providers ibverbs-utils iproute2 kmod "
     "libc6-dev libfabric-bin libibverbs-dev perftest python3-pyverbs qemu-system-x86 rdma-core "
@@ -117,7 +117,13 @@ class Kernels(Apt):
         folder = KERNELS / release
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        done = self.run("apt-get", "-qq", "download", package, cwd=folder)
+        # From 7 on the image is a package of its own, and its modules are another.
+        wanted = [
+            name
+            for name in (f"linux-binary-{release}", f"linux-modules-{release}")
+            if self.run("apt-cache", "pkgnames", name).stdout
+        ]
+        done = self.run("apt-get", "-qq", "download", *(wanted or [package]), cwd=folder)
         debs = list(folder.glob("*.deb"))
         if done.returncode or not debs:
             raise NotTested(f"{package} cannot be downloaded: {done.stderr.strip()[-200:]}")

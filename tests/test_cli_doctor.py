@@ -26,8 +26,10 @@ from test_pins import forbid_io_uring
 
 import rdmafork
 from rdmafork import _clocks, _pins
+from rdmafork.cli import doctor as doctor_command
 from rdmafork.cli import doctor_kernel, doctor_limits, doctor_process, doctor_rdma, machine, main
 from rdmafork.cli.doctor_process import Mapping
+from rdmafork.cli.doctor_rows import ok, problem, skipped
 
 COMMAND = [sys.executable, "-m", "rdmafork", "doctor"]
 CAPS = "--bounding-set=-ipc_lock"
@@ -575,6 +577,23 @@ def test_another_users_process_is_not_seen_into(process):
         pytest.skip("needs root, to become somebody else")
     (row,) = as_nobody(lambda: list(doctor_process.Process(pid).rows()))
     assert row.status == "skipped" and f"sudo rdmafork doctor --pid {pid}" in row.cure
+
+
+@pytest.mark.parametrize("options", [(), ("--strict",), ("--json",)])
+def test_what_could_not_be_looked_at_is_a_failure_to_look(process, options):
+    pid = process(lambda: True)
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+    assert as_nobody(lambda: main(["doctor", f"--pid={pid}", *options])) == 2
+
+
+def test_a_problem_counts_more_than_a_check_that_could_not_be_made(monkeypatch, capsys):
+    found = [skipped("memory", "may not be read"), ok("kernel", "fine")]
+    monkeypatch.setattr(doctor_command, "SECTIONS", (("Here", lambda: found),))
+    assert main(["doctor"]) == 2
+    assert "no problems, no warnings, 1 check could not be made." in capsys.readouterr().out
+    found.append(problem("limit", "reached"))
+    assert main(["doctor"]) == 1
 
 
 def test_a_process_that_is_not_there(capsys):

@@ -37,7 +37,7 @@ examples:
   rdmafork doctor --strict --json         in a script
 
 Exit status: 0 no problem, 1 a problem, or with --strict a warning, 2 wrong
-usage or no such process.
+usage, no such process, or no problem found and a check could not be made.
 """
 
 Section = tuple[str, Callable[[], Iterable[Row]]]
@@ -82,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
         # At once: other ranks write there too.
         print("\n".join(prefix + line for line in _screen(found, terminal.Paint(sys.stdout))))
     counts = _counts(found)
-    return 1 if counts[PROBLEM] or (args.strict and counts[WARNING]) else 0
+    if counts[PROBLEM] or (args.strict and counts[WARNING]):
+        return 1
+    return 2 if counts[SKIPPED] else 0
 
 
 def _rows(check: Callable[[], Iterable[Row]]) -> Iterator[Row]:
@@ -125,8 +127,11 @@ def _screen(found: Found, paint: terminal.Paint) -> Iterator[str]:
     yield ""
     counts = _counts(found)
     problems, warnings = counts[PROBLEM], counts[WARNING]
-    text = f"{terminal.counted(problems, 'problem')}, {terminal.counted(warnings, 'warning')}."
-    yield paint(text, "red" if problems else "yellow" if warnings else "green")
+    unseen = counts[SKIPPED]
+    text = f"{terminal.counted(problems, 'problem')}, {terminal.counted(warnings, 'warning')}"
+    if unseen:
+        text += f", {terminal.counted(unseen, 'check')} could not be made"
+    yield paint(f"{text}.", "red" if problems else "yellow" if warnings or unseen else "green")
 
 
 def _lines(row: Row, paint: terminal.Paint) -> Iterator[str]:

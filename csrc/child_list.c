@@ -532,6 +532,34 @@ uint64_t rf_child_list_bytes(const struct rf_child_list *list)
 	return (list->shown ? list->shown->used : 0) + (list->spare ? list->spare->used : 0);
 }
 
+static bool has_absent(const struct rf_areas *areas)
+{
+	uint32_t i;
+
+	for (i = 0; i < areas->count; i++)
+		if (may_be_reserved(&areas->areas[i]))
+			return true;
+	return false;
+}
+
+struct rf_areas *rf_child_list_take(struct rf_child_list *list)
+{
+	const size_t mask = rf_sys_page_size() - 1;
+	struct rf_areas *areas = list->shown;
+	size_t needed;
+
+	if (!areas || !has_absent(areas))
+		return NULL;
+	if (list->spare == areas)
+		list->spare = NULL;
+	__atomic_store_n(&list->shown, NULL, __ATOMIC_RELEASE);
+	needed = (header(areas->count) + mask) & ~mask;
+	if (needed < areas->mapped &&
+	    rf_sys_unmap((char *)areas + needed, areas->mapped - needed) >= 0)
+		areas->mapped = needed;
+	return areas;
+}
+
 void rf_child_list_clear(struct rf_child_list *list)
 {
 	struct rf_areas *shown = list->shown, *spare = list->spare;

@@ -102,6 +102,12 @@ void rf_child_list_trim(struct rf_child_list *list);
 /* Bytes of the lists' memory that have been written to. */
 uint64_t rf_child_list_bytes(const struct rf_child_list *list);
 
+/*
+ * In a child: take the areas out of the list, without the bytes. They are the caller's to
+ * unmap. NULL: there is none that the child may not have.
+ */
+struct rf_areas *rf_child_list_take(struct rf_child_list *list);
+
 /* Show nothing, and give the memory back. */
 void rf_child_list_clear(struct rf_child_list *list);
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "engine.h"
+#include "child_fault.h"
 #include "hooks.h"
 
 uint64_t rf_unwiped;
@@ -17,8 +18,10 @@ void rf_clear(bool torn)
 {
 	struct rf_engine *engine = &rf_engine;
 
+	rf_child_fault_keep(&engine->list, &engine->registry, torn);
 	if (torn) {
 		rf_memory_abandon(&engine->registry.slots);
+		rf_memory_abandon(&engine->registry.origins);
 		rf_tracker_abandon(&engine->tracker);
 	}
 	rf_registry_clear(&engine->registry);

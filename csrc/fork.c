@@ -4,6 +4,7 @@
  * errno alone, which glibc before 2.33 does not do for its callers.
  */
 #include "fork.h"
+#include "child_fault.h"
 #include "hooks.h"
 #include "loader_gate.h"
 #include "marks.h"
@@ -137,6 +138,8 @@ static void child(void)
 		rf_hooks.child();
 	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */
 	rf_descriptors_replace(&rf_engine.descriptors);
+	/* Last: descriptor 2 is what it is to be. Not of a clone(), that may share the actions. */
+	(void)rf_child_fault_arm();
 }
 
 /*
@@ -222,6 +225,17 @@ RF_API uint32_t rf_generation(void)
 {
 	(void)rf_notice_child();
 	return rf_engine.generation;
+}
+
+RF_API int rf_explain_faults(void)
+{
+	int rc = rf_enter(0);
+
+	if (rc < 0)
+		return rc;
+	rc = rf_child_fault_arm();
+	rf_leave();
+	return rc;
 }
 
 RF_API uint64_t rf_forks(void)

@@ -113,7 +113,8 @@ RF_API int rf_abi(void);
  * Start protecting registered memory. A second call with the same mode, or with
  * RF_MODE_AUTO, does nothing. @mode: RF_MODE_AUTO, RF_MODE_LAZY or RF_MODE_EAGER. A
  * forked child inherits the mode and may choose another before it registers.
- * RDMAFORK_TRUST_COPYING=0 in the environment: the kernel's copying is not trusted.
+ * In the environment RDMAFORK_TRUST_COPYING=0: the kernel's copying is not trusted;
+ * RDMAFORK_EXPLAIN_FAULTS=0: no child is told why it dies (rf_explain_faults()).
  * -EINVAL (LATE, MODE, ENVIRONMENT), -ENOTSUP, -ENOMEM, -EEXIST.
  */
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error);
@@ -152,6 +153,21 @@ RF_API int rf_release(struct rf_handle handle, unsigned int flags);
  * libibverbs what it has registered here itself.
  */
 RF_API void rf_ranges_own(int yes);
+
+/*
+ * In a forked child that touches memory kept from it, one line on stderr says so before it
+ * dies: address, registration, what to do. The child's fork handler puts a SIGSEGV action in
+ * front of the one there is. A program that installs its own later calls this after that.
+ * 1: ours is in front. 0: nothing is kept from this process, SIGSEGV is ignored, or
+ * RDMAFORK_EXPLAIN_FAULTS=0 was in the environment at rf_fork_init(). -EDEADLK.
+ */
+RF_API int rf_explain_faults(void);
+
+/*
+ * Remember where @handle was registered, as "file:line", for that line: at most 119 bytes.
+ * -ESTALE, -ECHILD, -ENOMEM, -EDEADLK.
+ */
+RF_API int rf_registered_at(struct rf_handle handle, const char *where);
 
 enum rf_library_how {
 	RF_LIBRARY_OURS = 0,		/* its slots hold ours: found first, as by LD_PRELOAD */

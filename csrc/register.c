@@ -237,6 +237,34 @@ RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 	return rc;
 }
 
+/* The engine is entered. */
+static int note_origin(struct rf_registry *registry, struct rf_handle handle, const char *where)
+{
+	struct rf_origin *origin;
+	int rc = 0;
+
+	if (!rf_registry_find(registry, handle, &rc))
+		return rc;
+	rc = rf_memory_grow(&registry->origins, handle.slot + 1);
+	if (rc < 0)
+		return rc;
+	origin = (struct rf_origin *)registry->origins.items + handle.slot;
+	origin->serial = handle.serial;
+	snprintf(origin->where, sizeof(origin->where), "%s", where);
+	return 0;
+}
+
+RF_API int rf_registered_at(struct rf_handle handle, const char *where)
+{
+	int rc = rf_enter(0);
+
+	if (rc < 0)
+		return rc;
+	rc = note_origin(&rf_engine.registry, handle, where);
+	rf_leave();
+	return rc;
+}
+
 RF_API int rf_release(struct rf_handle handle, unsigned int flags)
 {
 	struct rf_engine *engine = &rf_engine;

@@ -7,19 +7,31 @@ void rf_registry_init(struct rf_registry *registry)
 {
 	memset(registry, 0, sizeof(*registry));
 	registry->slots.item_size = sizeof(struct rf_slot);
+	registry->origins.item_size = sizeof(struct rf_origin);
 	registry->first_listed = RF_SLOT_NONE;
 	registry->last_listed = RF_SLOT_NONE;
 }
 
 void rf_registry_clear(struct rf_registry *registry)
 {
-	struct rf_memory slots = registry->slots;
+	struct rf_memory slots = registry->slots, origins = registry->origins;
 	uint64_t last_serial = registry->last_serial;
 
 	rf_registry_init(registry);
 	registry->slots = slots;
+	registry->origins = origins;
 	registry->last_serial = last_serial;
 	registry->inherited = last_serial;
+}
+
+uint32_t rf_registry_take_tables(struct rf_registry *registry, struct rf_memory *slots,
+				 struct rf_memory *origins)
+{
+	*slots = registry->slots;
+	*origins = registry->origins;
+	rf_memory_abandon(&registry->slots);
+	rf_memory_abandon(&registry->origins);
+	return registry->touched;
 }
 
 void rf_registry_check(const struct rf_registry *registry)

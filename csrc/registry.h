@@ -43,8 +43,14 @@ struct rf_slot {
 	uint8_t start_shift, end_shift;
 };
 
+/* Where in a program a registration was made, if that was told: at its slot's index. */
+struct rf_origin {
+	uint64_t serial;
+	char where[120];
+};
+
 struct rf_registry {
-	struct rf_memory slots;
+	struct rf_memory slots, origins;
 	uint32_t touched;	/* slots ever used */
 	uint32_t free_slot;	/* index + 1 */
 	uint32_t live;
@@ -59,6 +65,13 @@ void rf_registry_init(struct rf_registry *registry);
 
 /* Forget everything and keep the memory: all serials so far are the parent's. */
 void rf_registry_clear(struct rf_registry *registry);
+
+/*
+ * Hand the tables over, which are the caller's to free: how many slots were ever used. What
+ * is left is an empty registry, which rf_registry_clear() is to follow.
+ */
+uint32_t rf_registry_take_tables(struct rf_registry *registry, struct rf_memory *slots,
+				 struct rf_memory *origins);
 
 /* Room for one more. -ENOMEM: nothing has changed. */
 static inline int rf_registry_reserve(struct rf_registry *registry)

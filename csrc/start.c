@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #define _GNU_SOURCE /* secure_getenv(), dladdr() */
 #include "start.h"
+#include "child_fault.h"
 #include "fork.h"
 #include "kernel.h"
 #include "loader_gate.h"
@@ -36,15 +37,33 @@ static int mode_of_environment(enum rf_mode *mode, struct rf_error *error)
 	return 0;
 }
 
-/* *@distrusted: the kernel's copying is not to be trusted, whatever the kernel is. */
-static int trust_of_environment(bool *distrusted, struct rf_error *error)
+/* What a variable that is 0, 1 or not set says: *@value stays what it is if it is not set. */
+static int switch_of_environment(const char *name, bool *value, struct rf_error *error)
 {
-	const char *value = secure_getenv("RDMAFORK_TRUST_COPYING");
+	const char *text = secure_getenv(name);
 
-	*distrusted = value && !strcmp(value, "0");
-	if (*distrusted || !value || !*value || !strcmp(value, "1"))
+	if (!text || !*text)
 		return 0;
-	return wrong_value(error, "RDMAFORK_TRUST_COPYING", value);
+	if (strcmp(text, "0") && strcmp(text, "1"))
+		return wrong_value(error, name, text);
+	*value = *text == '1';
+	return 0;
+}
+
+/* What else it says of an engine that starts. */
+struct wishes {
+	bool trust, explain;
+};
+
+static int wishes_of_environment(struct wishes *wishes, struct rf_error *error)
+{
+	int rc;
+
+	*wishes = (struct wishes){ true, true };
+	rc = switch_of_environment("RDMAFORK_TRUST_COPYING", &wishes->trust, error);
+	if (rc >= 0)
+		rc = switch_of_environment("RDMAFORK_EXPLAIN_FAULTS", &wishes->explain, error);
+	return rc;
 }
 
 /* The variables with which libibverbs, too, tracks what is registered through it. */
@@ -54,11 +73,12 @@ static bool environment_starts(void)
 }
 
 /* The engine is entered, and the only one. */
-static int start_alone(enum rf_mode mode, bool any, bool distrusted, struct rf_error *error)
+static int start_alone(enum rf_mode mode, bool any, const struct wishes *wishes,
+		       struct rf_error *error)
 {
 	struct rf_engine *engine = &rf_engine;
 	const struct rf_kernel *kernel = rf_kernel();
-	bool trusted = rf_kernel_would_trust(distrusted);
+	bool trusted = rf_kernel_would_trust(!wishes->trust);
 
 	if (engine->mode != RF_MODE_NONE && (any || mode == engine->mode))
 		return 0;
@@ -82,7 +102,8 @@ static int start_alone(enum rf_mode mode, bool any, bool distrusted, struct rf_e
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
-	rf_kernel_distrust(distrusted);
+	rf_kernel_distrust(!wishes->trust);
+	rf_child_fault_choose(wishes->explain);
 	rf_tracker_start(&engine->tracker, kernel, environment_starts());
 	__atomic_store_n(&engine->environment_read, true, __ATOMIC_RELAXED);
 	/* After all that a child of another thread's fork finds with it. */
@@ -91,14 +112,14 @@ static int start_alone(enum rf_mode mode, bool any, bool distrusted, struct rf_e
 }
 
 /* The engine is entered. -EEXIST: *@other runs. */
-static int start(enum rf_mode mode, bool any, bool distrusted, uintptr_t *other,
+static int start(enum rf_mode mode, bool any, const struct wishes *wishes, uintptr_t *other,
 		 struct rf_error *error)
 {
 	int rc = rf_second_claim((uintptr_t)&rf_engine, other);
 
 	if (rc < 0)
 		return rc;
-	rc = start_alone(mode, any, distrusted, error);
+	rc = start_alone(mode, any, wishes, error);
 	if (rc < 0 && rf_engine.mode == RF_MODE_NONE)
 		rf_second_give_up((uintptr_t)&rf_engine);
 	return rc;
@@ -121,7 +142,8 @@ static void name_second_engine(uintptr_t other, struct rf_error *error)
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 {
 	/* A caller that names no mode joins whatever runs. */
-	bool any = mode == RF_MODE_AUTO, distrusted;
+	bool any = mode == RF_MODE_AUTO;
+	struct wishes wishes;
 	uintptr_t other = 0;
 	int rc;
 
@@ -133,7 +155,7 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 	error->cause = RF_CAUSE_NONE;
 	rc = any ? mode_of_environment(&mode, error) : 0;
 	if (rc >= 0)
-		rc = trust_of_environment(&distrusted, error);
+		rc = wishes_of_environment(&wishes, error);
 	if (rc < 0)
 		return rc;
 	rc = rf_enter(0);
@@ -141,7 +163,7 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 		error->cause = RF_CAUSE_SIGNAL;
 		return rc;
 	}
-	rc = start(mode, any, distrusted, &other, error);
+	rc = start(mode, any, &wishes, &other, error);
 	rf_leave();
 	if (rc == -EEXIST)
 		name_second_engine(other, error);
@@ -159,14 +181,14 @@ int rf_start_by_environment(struct rf_error *error)
 RF_API void rf_kernel_info(struct rf_kernel *kernel)
 {
 	struct rf_error error;
-	bool distrusted;
+	struct wishes wishes;
 	int entered;
 
-	(void)trust_of_environment(&distrusted, &error);
+	(void)wishes_of_environment(&wishes, &error);
 	entered = rf_enter(0);
 	/* From its start on the engine relies on what was in force then. */
 	if (entered == 0 && rf_engine.mode == RF_MODE_NONE)
-		rf_kernel_distrust(distrusted);
+		rf_kernel_distrust(!wishes.trust);
 	*kernel = *rf_kernel();
 	if (entered == 0)
 		rf_leave();

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <linux/netlink.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -295,6 +296,19 @@ ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes)
 	return rc;
 }
 
+bool rf_sys_is_writable(int fd)
+{
+	struct pollfd asked = { .fd = fd, .events = POLLOUT };
+	int rc;
+
+#ifdef RF_TESTING
+	if (injected())
+		return false;
+#endif
+	KERNEL_UNCANCELLED(rc, poll(&asked, 1, 0));
+	return rc == 1 && asked.revents & POLLOUT;
+}
+
 static ssize_t read_memory(const struct iovec *to, const struct iovec *from, unsigned int count)
 {
 	ssize_t rc;
@@ -556,6 +570,33 @@ int rf_sys_fork_briefly(void)
 	pthread_sigmask(SIG_SETMASK, &before, NULL);
 	/* -ECHILD: a wait4() with __WALL in another thread was faster. */
 	return rc == -ECHILD || rc > 0 ? 0 : rc;
+}
+
+int rf_sys_action(int signo, struct sigaction *action)
+{
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, sigaction(signo, NULL, action));
+	return rc;
+}
+
+int rf_sys_set_action(int signo, const struct sigaction *action)
+{
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, sigaction(signo, action, NULL));
+	return rc;
+}
+
+int rf_sys_send_again(int signo, const siginfo_t *info)
+{
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, (int)syscall(SYS_rt_tgsigqueueinfo, getpid(), syscall(SYS_gettid), signo, info));
+	return rc;
 }
 
 pid_t rf_sys_pid(void)

@@ -9,6 +9,8 @@
 #ifndef RF_SYS_H
 #define RF_SYS_H
 
+#include <signal.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/mman.h>
@@ -89,6 +91,8 @@ int rf_sys_splice_page(int fd, const void *memory, size_t nbytes);
 ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes);
 /* Without the signals that some failures raise. */
 ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes);
+/* Can a line be written to it now, without a wait? */
+bool rf_sys_is_writable(int fd);
 int rf_sys_close(int fd);
 /* struct dirent64 of an open directory; 0: no more. */
 ssize_t rf_sys_list(int fd, void *entries, size_t nbytes);
@@ -129,6 +133,12 @@ size_t rf_sys_page_size(void);
  * signal handler and no exit handler runs, and the program gets no SIGCHLD.
  */
 int rf_sys_fork_briefly(void);
+
+/* The action of a signal, and another in its place. */
+int rf_sys_action(int signo, struct sigaction *action);
+int rf_sys_set_action(int signo, const struct sigaction *action);
+/* Send this thread the signal again that its handler was given, with all that came with it. */
+int rf_sys_send_again(int signo, const siginfo_t *info);
 
 pid_t rf_sys_pid(void);
 pid_t rf_sys_ppid(void);

@@ -86,6 +86,9 @@ cdef extern from "rdmafork.h" nogil:
     const char *rf_library_how_name(unsigned char how)
     const char *rf_library_why_text(unsigned char why)
 
+    int rf_explain_faults()
+    int rf_registered_at(rf_handle handle, const char *where)
+
     int rf_handle_state(rf_handle handle)
     uint32_t rf_generation()
 

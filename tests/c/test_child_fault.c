@@ -1,0 +1,675 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* A child that touches what was kept from it says why, and then dies as it would have. */
+#define _GNU_SOURCE
+#include "check.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+
+#define PAGES 16
+
+static char *memory; /* PAGES, registered but for the first and the last */
+static struct rf_handle handle;
+static char said[8192];
+static int ends[2];
+
+/* The default action: a sanitizer's own would exit. */
+static void start(void)
+{
+	memory = check_map(PAGES);
+	signal(SIGSEGV, SIG_DFL);
+	setrlimit(RLIMIT_CORE, &(struct rlimit){ 0, 0 });
+	check_start(check_best_mode());
+	handle = check_register(memory + check_page, (PAGES - 2) * check_page, RF_HELD);
+}
+
+/* A child whose stderr is @fd, since before the fork. How it ended, as check_wait() says. */
+static int run_with(int fd, void (*run)(void))
+{
+	int before = dup(2), status;
+	pid_t pid;
+
+	CHECK(dup2(fd, 2) == 2);
+	pid = fork();
+	if (!pid) {
+		run();
+		_exit(0);
+	}
+	status = check_wait(pid);
+	CHECK(dup2(before, 2) == 2);
+	close(before);
+	return status;
+}
+
+/* The same, with a pipe: what it has said is in @said. */
+static int run_child(void (*run)(void))
+{
+	ssize_t nbytes;
+	int status;
+
+	CHECK(pipe2(ends, O_NONBLOCK) == 0);
+	status = run_with(ends[1], run);
+	nbytes = read(ends[0], said, sizeof(said) - 1);
+	said[nbytes < 0 ? 0 : nbytes] = '\0';
+	close(ends[0]);
+	close(ends[1]);
+	return status;
+}
+
+static int count_lines(void)
+{
+	const char *at = said;
+	int lines = 0;
+
+	while ((at = strstr(at, "rdmafork: process "))) {
+		lines++;
+		at++;
+	}
+	return lines;
+}
+
+static void touch(void)
+{
+	*(volatile char *)(memory + 3 * check_page + 5) = 1;
+}
+
+static void read_it(void)
+{
+	(void)*(volatile char *)(memory + 3 * check_page + 5);
+}
+
+static void check_told(void)
+{
+	char expected[200];
+
+	snprintf(expected, sizeof(expected),
+		 " touched 0x%lx: fork() left this memory with the parent, 0x%lx-0x%lx (%zu bytes)",
+		 (unsigned long)memory + 3 * check_page + 5, (unsigned long)memory + check_page,
+		 (unsigned long)memory + (PAGES - 1) * check_page, (PAGES - 2) * check_page);
+	CHECK(strstr(said, expected), "%s", said);
+	CHECK(count_lines() == 1 && said[strlen(said) - 1] == '\n', "%s", said);
+}
+
+static void a_child_that_dies_says_why(void)
+{
+	start();
+	CHECK(run_child(touch) == -SIGSEGV);
+	check_told();
+	CHECK(!strstr(said, " at "), "%s", said);
+	CHECK(run_child(read_it) == -SIGSEGV);
+	check_told();
+	CHECK(rf_registered_at(handle, "train.py:12") == 0);
+	CHECK(run_child(touch) == -SIGSEGV);
+	CHECK(strstr(said, "registered at train.py:12."), "%s", said);
+	check_release(handle);
+	CHECK(rf_registered_at(handle, "train.py:12") == -ESTALE);
+	CHECK(run_child(touch) == 0);
+	CHECK(!*said, "%s", said);
+}
+
+__attribute__((no_sanitize("address", "undefined"))) static void touch_null(void)
+{
+	volatile char *null = NULL;
+
+	__asm__("" : "+r"(null));
+	*null = 1;
+}
+
+static void other_faults_are_not_ours(void)
+{
+	start();
+	CHECK(run_child(touch_null) == -SIGSEGV);
+	CHECK(!*said, "%s", said);
+}
+
+static void map_readable(void)
+{
+	CHECK(mmap(memory + 3 * check_page, check_page, PROT_READ,
+		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+	touch();
+}
+
+static void what_is_mapped_since_is_not_ours(void)
+{
+	start();
+	CHECK(run_child(map_readable) == -SIGSEGV);
+	CHECK(!*said, "%s", said);
+}
+
+static void the_environment_turns_it_off(void)
+{
+	struct rf_error error;
+
+	setenv("RDMAFORK_EXPLAIN_FAULTS", "no", 1);
+	CHECK(rf_fork_init(RF_MODE_AUTO, &error) == -EINVAL);
+	CHECK(error.cause == RF_CAUSE_ENVIRONMENT && strstr(error.text, "EXPLAIN_FAULTS=no"));
+	setenv("RDMAFORK_EXPLAIN_FAULTS", "0", 1);
+	start();
+	CHECK(run_child(touch) == -SIGSEGV);
+	CHECK(!*said, "%s", said);
+}
+
+static struct sigaction action_of_child;
+
+static void look(void)
+{
+	CHECK(sigaction(SIGSEGV, NULL, &action_of_child) == 0);
+	_exit(action_of_child.sa_handler != SIG_DFL);
+}
+
+static void a_child_that_lacks_nothing_has_no_action(void)
+{
+	start();
+	CHECK(run_child(look) == 1);
+	check_release(handle);
+	CHECK(run_child(look) == 0);
+	CHECK(rf_explain_faults() == 0);
+}
+
+/* ---- The program's own actions ---- */
+
+static void by_info(int signo, siginfo_t *info, void *context)
+{
+	const bool same = info->si_addr == memory + 3 * check_page + 5 &&
+			  (info->si_code == SEGV_MAPERR || info->si_code == SEGV_ACCERR);
+
+	(void)signo, (void)context;
+	_exit(same ? 42 : 43);
+}
+
+static void by_number(int signo)
+{
+	_exit(signo == SIGSEGV ? 44 : 45);
+}
+
+static void the_program_s_handler_is_called(void)
+{
+	struct sigaction info = { .sa_sigaction = by_info, .sa_flags = SA_SIGINFO };
+	struct sigaction number = { .sa_handler = by_number, .sa_flags = (int)SA_RESETHAND };
+
+	start();
+	CHECK(sigaction(SIGSEGV, &info, NULL) == 0);
+	CHECK(run_child(touch) == 42);
+	check_told();
+	CHECK(sigaction(SIGSEGV, &number, NULL) == 0);
+	CHECK(run_child(touch) == 44);
+	check_told();
+}
+
+static unsigned int faults;
+
+static void once(int signo)
+{
+	(void)signo;
+	faults++;
+}
+
+static void fault_once(void)
+{
+	struct sigaction now;
+
+	/* After a return from the program's handler its action is the default's, as it was. */
+	touch();
+	CHECK(sigaction(SIGSEGV, NULL, &now) == 0);
+}
+
+static void a_one_shot_handler_is_called_once(void)
+{
+	struct sigaction action = { .sa_handler = once, .sa_flags = (int)SA_RESETHAND };
+
+	start();
+	CHECK(sigaction(SIGSEGV, &action, NULL) == 0);
+	CHECK(run_child(fault_once) == -SIGSEGV);
+	check_told();
+}
+
+static void is_ignored(void)
+{
+	struct sigaction now;
+
+	CHECK(sigaction(SIGSEGV, NULL, &now) == 0);
+	_exit(now.sa_handler == SIG_IGN ? 46 : 47);
+}
+
+static void what_is_ignored_stays_ignored(void)
+{
+	start();
+	signal(SIGSEGV, SIG_IGN);
+	CHECK(run_child(is_ignored) == 46);
+	CHECK(run_child(touch) == -SIGSEGV);
+	CHECK(!*said, "%s", said);
+}
+
+static struct sigaction in_front_of;
+
+static void chain(int signo, siginfo_t *info, void *context)
+{
+	if (in_front_of.sa_flags & SA_SIGINFO)
+		in_front_of.sa_sigaction(signo, info, context);
+}
+
+static void chain_and_touch(void)
+{
+	struct sigaction action = { .sa_sigaction = chain, .sa_flags = SA_SIGINFO };
+
+	CHECK(sigaction(SIGSEGV, &action, &in_front_of) == 0);
+	touch();
+}
+
+static void explain_chain_and_touch(void)
+{
+	struct sigaction action = { .sa_sigaction = chain, .sa_flags = SA_SIGINFO };
+
+	CHECK(sigaction(SIGSEGV, &action, &in_front_of) == 0);
+	CHECK(rf_explain_faults() == 1);
+	CHECK(rf_explain_faults() == 1);
+	touch();
+}
+
+static void chain_and_raise(void)
+{
+	struct sigaction action = { .sa_sigaction = chain, .sa_flags = SA_SIGINFO };
+
+	CHECK(sigaction(SIGSEGV, &action, &in_front_of) == 0);
+	raise(SIGSEGV);
+}
+
+static void a_handler_that_calls_ours_ends(void)
+{
+	struct sigaction info = { .sa_sigaction = by_info, .sa_flags = SA_SIGINFO };
+
+	start();
+	CHECK(run_child(chain_and_touch) == -SIGSEGV);
+	CHECK(run_child(chain_and_raise) == -SIGSEGV);
+	CHECK(run_child(explain_chain_and_touch) == -SIGSEGV);
+	check_told();
+	CHECK(sigaction(SIGSEGV, &info, NULL) == 0);
+	CHECK(run_child(chain_and_touch) == 42);
+	CHECK(run_child(explain_chain_and_touch) == 42);
+	check_told();
+}
+
+static void install_and_touch(void)
+{
+	signal(SIGSEGV, by_number);
+	touch();
+}
+
+static void install_explain_and_touch(void)
+{
+	signal(SIGSEGV, by_number);
+	CHECK(rf_explain_faults() == 1);
+	touch();
+}
+
+static void it_is_put_in_front_again(void)
+{
+	start();
+	CHECK(run_child(install_and_touch) == 44);
+	CHECK(!*said, "%s", said);
+	CHECK(run_child(install_explain_and_touch) == 44);
+	check_told();
+}
+
+/* ---- Signals that are sent ---- */
+
+static void was_sent(int signo, siginfo_t *info, void *context)
+{
+	const bool same = info->si_code == SI_QUEUE && info->si_pid == getpid() &&
+			  info->si_value.sival_int == 99;
+
+	(void)signo, (void)context;
+	_exit(same ? 48 : 49);
+}
+
+static void send_it(void)
+{
+	CHECK(sigqueue(getpid(), SIGSEGV, (union sigval){ .sival_int = 99 }) == 0);
+}
+
+static void a_signal_that_is_sent_arrives(void)
+{
+	struct sigaction action = { .sa_sigaction = was_sent, .sa_flags = SA_SIGINFO };
+
+	start();
+	CHECK(run_child(send_it) == -SIGSEGV);
+	CHECK(!*said, "%s", said);
+	CHECK(sigaction(SIGSEGV, &action, NULL) == 0);
+	CHECK(run_child(send_it) == 48);
+	CHECK(!*said, "%s", said);
+}
+
+/* ---- Where the line goes ---- */
+
+static void nobody_who_does_not_read_is_waited_for(void)
+{
+	start();
+	CHECK(pipe(ends) == 0);
+	CHECK(fcntl(ends[1], F_SETFL, O_NONBLOCK) == 0);
+	while (write(ends[1], said, 4096) > 0)
+		;
+	CHECK(fcntl(ends[1], F_SETFL, 0) == 0);
+	CHECK(run_with(ends[1], touch) == -SIGSEGV);
+	/* Nor does the write of one to nobody end it by another signal. */
+	close(ends[0]);
+	CHECK(run_with(ends[1], touch) == -SIGSEGV);
+}
+
+static void close_and_touch(void)
+{
+	close(2);
+	touch();
+}
+
+static void replace_and_touch(void)
+{
+	CHECK(dup2(ends[1], 2) == 2);
+	touch();
+}
+
+static void another_file_at_descriptor_2_is_left_alone(void)
+{
+	char byte;
+
+	start();
+	CHECK(run_child(close_and_touch) == -SIGSEGV);
+	CHECK(!*said, "%s", said);
+	CHECK(pipe2(ends, O_NONBLOCK) == 0);
+	CHECK(run_with(2, replace_and_touch) == -SIGSEGV);
+	CHECK(read(ends[0], &byte, 1) == -1 && errno == EAGAIN);
+}
+
+/* ---- Processes and threads ---- */
+
+static char *second;
+
+static void fork_and_touch_first(void)
+{
+	pid_t pid;
+
+	second = check_map(4);
+	check_register(second, 4 * check_page, RF_HELD);
+	pid = fork();
+	if (!pid) {
+		touch();
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == -SIGSEGV);
+}
+
+static void fork_and_touch_second(void)
+{
+	pid_t pid;
+
+	second = check_map(4);
+	check_register(second, 4 * check_page, RF_HELD);
+	pid = fork();
+	if (!pid) {
+		second[7] = 1;
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == -SIGSEGV);
+}
+
+static void grandchildren_lack_what_either_had(void)
+{
+	start();
+	CHECK(run_child(fork_and_touch_first) == 0);
+	check_told();
+	CHECK(run_child(fork_and_touch_second) == 0);
+	CHECK(count_lines() == 1, "%s", said);
+}
+
+static void fork_for_ever(void)
+{
+	pid_t pid;
+	int i;
+
+	/* Each the child of the one before, with a registration of its own. */
+	for (i = 0; i < 20; i++) {
+		second = check_map(2);
+		check_register(second, 2 * check_page, RF_HELD);
+		pid = fork();
+		if (pid)
+			_exit(check_wait(pid) == -SIGSEGV ? 0 : 1);
+	}
+	second[0] = 1;
+}
+
+static void long_lines_of_children_keep_little(void)
+{
+	start();
+	(void)run_child(fork_for_ever);
+	CHECK(count_lines() == 1, "%s", said);
+}
+
+static pthread_barrier_t barrier;
+
+static void *touch_together(void *unused)
+{
+	(void)unused;
+	pthread_barrier_wait(&barrier);
+	touch();
+	return NULL;
+}
+
+static void touch_in_threads(void)
+{
+	pthread_t threads[8];
+	size_t i;
+
+	pthread_barrier_init(&barrier, NULL, COUNT_OF(threads));
+	for (i = 0; i < COUNT_OF(threads); i++)
+		CHECK(pthread_create(&threads[i], NULL, touch_together, NULL) == 0);
+	for (i = 0; i < COUNT_OF(threads); i++)
+		pthread_join(threads[i], NULL);
+}
+
+static void threads_say_it_once(void)
+{
+	struct sigaction info = { .sa_sigaction = by_info, .sa_flags = SA_SIGINFO };
+	int i;
+
+	start();
+	for (i = 0; i < 30; i++) {
+		CHECK(run_child(touch_in_threads) == -SIGSEGV);
+		check_told();
+	}
+	CHECK(sigaction(SIGSEGV, &info, NULL) == 0);
+	for (i = 0; i < 30; i++) {
+		CHECK(run_child(touch_in_threads) == 42);
+		check_told();
+	}
+}
+
+/* A child of vfork() has its parent's memory, and dies for itself. */
+static void touch_in_vfork(void)
+{
+	int status;
+	pid_t pid = vfork();
+
+	if (!pid) {
+		touch();
+		_exit(0);
+	}
+	CHECK(waitpid(pid, &status, 0) == pid && WTERMSIG(status) == SIGSEGV);
+	touch();
+}
+
+static void touch_in_clone(void)
+{
+	pid_t pid = (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+
+	if (!pid) {
+		touch();
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == -SIGSEGV);
+	touch();
+}
+
+static void other_children_die_for_themselves(void)
+{
+	start();
+	CHECK(run_child(touch_in_vfork) == -SIGSEGV);
+	CHECK(count_lines() == 2, "%s", said);
+	CHECK(run_child(touch_in_clone) == -SIGSEGV);
+	CHECK(count_lines() == 2, "%s", said);
+}
+
+static void explain_after_clone(void)
+{
+	pid_t pid = (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+
+	if (!pid) {
+		CHECK(rf_explain_faults() == 1);
+		touch();
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == -SIGSEGV);
+}
+
+static void a_raw_clone_may_ask_for_it(void)
+{
+	int before = dup(2);
+
+	start();
+	check_fork(); /* the list, and the marks, are made */
+	CHECK(pipe2(ends, O_NONBLOCK) == 0);
+	CHECK(dup2(ends[1], 2) == 2);
+	explain_after_clone();
+	CHECK(dup2(before, 2) == 2);
+	said[read(ends[0], said, sizeof(said) - 1)] = '\0';
+	check_told();
+}
+
+static void overflow(unsigned int depth)
+{
+	volatile char room[4096];
+
+	room[0] = (char)depth;
+	if (depth < UINT32_MAX)
+		overflow(depth + 1);
+	room[1] = room[0];
+}
+
+static void overflow_the_stack(void)
+{
+	overflow(0);
+}
+
+static void overflow_with_another(void)
+{
+	static char room[64 * 1024];
+	stack_t stack = { .ss_sp = room, .ss_size = sizeof(room) };
+
+	CHECK(sigaltstack(&stack, NULL) == 0);
+	overflow(0);
+}
+
+static void touch_on_another(void)
+{
+	static char room[64 * 1024];
+	stack_t stack = { .ss_sp = room, .ss_size = sizeof(room) };
+
+	CHECK(sigaltstack(&stack, NULL) == 0);
+	touch();
+}
+
+static void a_stack_that_overflows_dies_as_it_would(void)
+{
+	start();
+	CHECK(run_child(overflow_the_stack) == -SIGSEGV);
+	CHECK(!*said, "%s", said);
+	CHECK(run_child(overflow_with_another) == -SIGSEGV);
+	CHECK(!*said, "%s", said);
+	CHECK(run_child(touch_on_another) == -SIGSEGV);
+	check_told();
+}
+
+static sigjmp_buf back;
+
+static void jump(int signo)
+{
+	(void)signo;
+	siglongjmp(back, 1);
+}
+
+static void probe(void)
+{
+	signal(SIGSEGV, jump);
+	CHECK(rf_explain_faults() == 1);
+	if (!sigsetjmp(back, 1))
+		touch();
+	/* The program's own is in force now, and may be used as often as it likes. */
+	if (!sigsetjmp(back, 1))
+		touch();
+	_exit(52);
+}
+
+static void a_program_that_survives_goes_on(void)
+{
+	start();
+	CHECK(run_child(probe) == 52);
+	check_told();
+}
+
+static void what_the_kernel_refuses_kills_no_child_otherwise(void)
+{
+	start();
+	check_refuse(SYS_rt_sigaction, EPERM);
+	CHECK(run_child(touch) == -SIGSEGV);
+	check_release(handle);
+}
+
+static void one_of_many_is_found(void)
+{
+	const size_t count = 100000;
+	char *many = check_map(count), expected[200];
+	size_t i;
+
+	start();
+	for (i = 0; i < count; i++)
+		(void)check_register(many + i * check_page, check_page, RF_HELD);
+	memory = many + (count - 7) * check_page;
+	CHECK(run_child(touch) == -SIGSEGV);
+	memory += 3 * check_page;
+	snprintf(expected, sizeof(expected), " with the parent, 0x%lx-0x%lx (%zu bytes)",
+		 (unsigned long)memory, (unsigned long)memory + check_page, check_page);
+	CHECK(strstr(said, expected) && count_lines() == 1, "%s", said);
+}
+
+static const struct check_scenario scenarios[] = {
+	SCENARIO(a_child_that_dies_says_why),
+	SCENARIO(other_faults_are_not_ours),
+	SCENARIO(what_is_mapped_since_is_not_ours),
+	SCENARIO(the_environment_turns_it_off),
+	SCENARIO(a_child_that_lacks_nothing_has_no_action),
+	SCENARIO(the_program_s_handler_is_called),
+	SCENARIO(a_one_shot_handler_is_called_once),
+	SCENARIO(what_is_ignored_stays_ignored),
+	SCENARIO(a_handler_that_calls_ours_ends),
+	SCENARIO(it_is_put_in_front_again),
+	SCENARIO(a_signal_that_is_sent_arrives),
+	SCENARIO(nobody_who_does_not_read_is_waited_for),
+	SCENARIO(another_file_at_descriptor_2_is_left_alone),
+	SCENARIO(grandchildren_lack_what_either_had),
+	SCENARIO(long_lines_of_children_keep_little),
+	SCENARIO(threads_say_it_once),
+	SCENARIO(other_children_die_for_themselves),
+	SCENARIO(a_raw_clone_may_ask_for_it),
+	SCENARIO(a_stack_that_overflows_dies_as_it_would),
+	SCENARIO(a_program_that_survives_goes_on),
+	SCENARIO(what_the_kernel_refuses_kills_no_child_otherwise),
+	SCENARIO(one_of_many_is_found),
+};
+
+int main(int argc, char **argv)
+{
+	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
+}

@@ -26,6 +26,7 @@ except ImportError as _error:
     ) from None
 from rdmafork._core import (
     Registration,
+    explain_faults,
     fork_init,
     is_fork_initialized,
     kernel_info,
@@ -60,6 +61,7 @@ __all__ = [
     "fork_init",
     "is_fork_initialized",
     "ForkStatus",
+    "explain_faults",
     "register",
     "register_address",
     "Registration",

@@ -36,6 +36,9 @@ from operator import index
 # What they answer comes with them: typing and enum take longer to import than all the rest.
 from rdmafork._errors import InheritedError, SharedPageWarning, UnprotectedWarning
 
+cdef extern from "stdlib.h":
+    const char *secure_getenv(const char *name)
+
 cdef extern from "errno.h":
     enum: ECHILD
     enum: EDEADLK
@@ -65,6 +68,10 @@ cdef tuple FATES = ("is absent", "was wiped", "is a copy")
 cdef str OMIT = "omit"
 
 cdef bint warned = False  # of registrations nothing protects
+cdef str PACKAGE = __name__.partition(".")[0]
+# Is each registration to remember its line? A set-uid program's user may not choose that.
+cdef const char *wish_to_trace = secure_getenv("RDMAFORK_TRACE_REGISTRATIONS")
+cdef bint traced = wish_to_trace != NULL and wish_to_trace not in (b"", b"0")
 
 if rf_abi() != RF_ABI:
     raise ImportError(
@@ -285,6 +292,23 @@ cdef int protect(Registration self, unsigned int flags, rf_policy policy) except
         warn_unprotected(self)
     elif error.cause == RF_CAUSE_SHARED_PAGE:
         warn_shared_page(self, &error)
+    if traced:
+        note_line(self.slot)
+    return 0
+
+
+cdef int note_line(rf_handle handle) except -1:
+    """Tell the engine which line of the program registers: the first outside this package."""
+    frame = sys._getframe(0)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE:
+        frame = frame.f_back
+    if frame is None:
+        return 0
+    # The end of a long path says more than its beginning.
+    cdef bytes where = os.fsencode(frame.f_code.co_filename)[-100:] + b":%d" % frame.f_lineno
+    cdef const char *text = where
+    with nogil:
+        rf_registered_at(handle, text)
     return 0
 
 
@@ -469,6 +493,26 @@ def fork_init(mode="auto", *, intercept=False):
         raise failure(rc, &error, 0, 0, mode)
 
 
+def explain_faults(worker_id=None):
+    """In a forked child, have a segmentation fault explained again.
+
+    A child that touches memory which its parent registered dies by SIGSEGV, and one line
+    on stderr says why. Each child of fork() does that by itself, until a program installs
+    its own SIGSEGV handler there, as torch's DataLoader does in every worker: call this
+    after it. The other handler runs after the line. A second call, and one in a process
+    that has all its memory, does nothing.
+
+    worker_id: ignored; a DataLoader calls its worker_init_fn with one.
+
+    OSError: EDEADLK called by a signal handler inside rdmafork.
+    """
+    cdef int rc
+    with nogil:
+        rc = rf_explain_faults()
+    if rc < 0:
+        raise failure(rc, NULL, 0, 0)
+
+
 def is_fork_initialized():
     """What protects registered memory from fork(), as a ForkStatus.
 
@@ -642,7 +686,8 @@ cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mod
     elif cause == RF_CAUSE_ENVIRONMENT:
         text = (
             f"{error.text.decode('utf-8', 'replace')} in the environment means nothing; "
-            f"RDMAFORK_MODE is auto, lazy or eager, RDMAFORK_TRUST_COPYING 0 or 1")
+            f"RDMAFORK_MODE is auto, lazy or eager, RDMAFORK_TRUST_COPYING and "
+            f"RDMAFORK_EXPLAIN_FAULTS 0 or 1")
     elif cause == RF_CAUSE_UNTRUSTED:
         text = (
             f"lazy mode relies on a kernel whose copies of pinned pages at fork can be trusted "

@@ -38,7 +38,7 @@ static int mode_of_environment(enum rf_mode *mode, struct rf_error *error)
 }
 
 /* What a variable that is 0, 1 or not set says: *@value stays what it is if it is not set. */
-static int switch_of_environment(const char *name, bool *value, struct rf_error *error)
+static int switch_variable(const char *name, bool *value, struct rf_error *error)
 {
 	const char *text = secure_getenv(name);
 
@@ -60,9 +60,9 @@ static int wishes_of_environment(struct wishes *wishes, struct rf_error *error)
 	int rc;
 
 	*wishes = (struct wishes){ true, true };
-	rc = switch_of_environment("RDMAFORK_TRUST_COPYING", &wishes->trust, error);
+	rc = switch_variable("RDMAFORK_TRUST_COPYING", &wishes->trust, error);
 	if (rc >= 0)
-		rc = switch_of_environment("RDMAFORK_EXPLAIN_FAULTS", &wishes->explain, error);
+		rc = switch_variable("RDMAFORK_EXPLAIN_FAULTS", &wishes->explain, error);
 	return rc;
 }
 

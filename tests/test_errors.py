@@ -370,7 +370,12 @@ def test_a_warning_that_is_an_error_leaves_nothing_registered():
 
 
 @pytest.mark.parametrize(
-    "name, value", [("RDMAFORK_MODE", "nonsense"), ("RDMAFORK_TRUST_COPYING", "some")]
+    "name, value",
+    [
+        ("RDMAFORK_MODE", "nonsense"),
+        ("RDMAFORK_TRUST_COPYING", "some"),
+        ("RDMAFORK_EXPLAIN_FAULTS", "no"),
+    ],
 )
 def test_a_variable_that_means_nothing(run, name, value):
     run(_wrong_variable, f"{name}={value}", env={name: value})

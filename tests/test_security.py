@@ -184,6 +184,7 @@ def test_flags_of_one_s_own_leave_it_optimized(built):
 VARIABLES = {
     "RDMAFORK_MODE": "nonsense",
     "RDMAFORK_TRUST_COPYING": "nonsense",
+    "RDMAFORK_EXPLAIN_FAULTS": "nonsense",
     "RDMAFORK_EXEC": "1",
     "RDMAFORK_KEEP_DEVICES": "1",
     "RDMAFORK_RANK": "7",

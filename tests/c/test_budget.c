@@ -394,6 +394,38 @@ static void a_failure_does_not_forget_what_waits(void)
 	check_empty();
 }
 
+/* A held registration waits for room, an unheld one that it overlaps does not. */
+static void held_memory_alone_waits_for_room(void)
+{
+	char *memory = check_map(8), *at = memory + 4 * check_page;
+	struct rf_handle first, held, unheld;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	rf_engine.tracker.vma_budget = 2;
+	first = check_register(memory + check_page, check_page, RF_HELD);
+	unheld = check_register(at, check_page, 0);
+	held = check_register(at, check_page, RF_HELD);
+	CHECK(check_marked(memory, 8) == 1);
+	check_release(held);
+	check_sound();
+	check_release(first);
+	/* There is room, but what is mapped there may be another's memory by now. */
+	check_fork();
+	CHECK(check_marked(memory, 8) == 0);
+	check_release(unheld);
+	first = check_register(memory + check_page, check_page, RF_HELD);
+	unheld = check_register(at, check_page, 0);
+	held = check_register(at, check_page, RF_HELD);
+	check_release(unheld);
+	check_release(first);
+	CHECK(!check_child_reads(at));
+	CHECK(check_marked(memory, 8) == 1);
+	check_release(held);
+	CHECK(check_marked(memory, 8) == 0);
+	check_empty();
+}
+
 static void a_registration_at_the_kernels_limit(void)
 {
 	char *memory = check_map(8);
@@ -450,6 +482,7 @@ int main(int argc, char **argv)
 		SCENARIO(an_exchange_that_was_refused_is_made_up_for),
 		SCENARIO(a_release_at_the_kernels_limit_is_made_up_for),
 		SCENARIO(a_failure_does_not_forget_what_waits),
+		SCENARIO(held_memory_alone_waits_for_room),
 		SCENARIO(a_registration_at_the_kernels_limit),
 		SCENARIO(isolated_pages_without_end),
 	};

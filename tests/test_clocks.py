@@ -66,11 +66,22 @@ def test_libibverbs_own_engine_can_be_timed():
         peer = _clocks.Libibverbs()
     except OSError as error:
         pytest.skip(f"no libibverbs to compare with: {error}")
+    assert os.path.basename(peer.path).startswith("libibverbs.so.1")
+    assert peer.status in (0, 2, None)
     peer.fork_init()
-    memory, address = private_map(64 * PAGE)
-    memory[0] = 1
-    assert peer.pair_ns(address + 32 * PAGE, PAGE, 10) > 0
-    assert peer.path and peer.status in (0, 1, 2, None)
+    assert peer.status in (1, 2, None)
+    map_at(PLACE, 64 * PAGE)
+    if peer.status == 2:
+        assert peer.hold(PLACE, PAGE) == (1, 0) and marked(PLACE, PAGE) == []
+        return
+    assert peer.pair_ns(PLACE + 32 * PAGE, PAGE, 100) > _clocks.null_call_ns(100)
+    assert marked(PLACE, 64 * PAGE) == []
+    with pytest.raises(OSError) as caught:
+        peer.pair_ns(PLACE + 64 * PAGE, PAGE, 1)
+    assert caught.value.errno == errno.ENOMEM
+    assert peer.hold(PLACE, PAGE) == (1, 0)
+    peer.pair_ns(PLACE, PAGE, 3)
+    assert marked(PLACE, 64 * PAGE) == [PLACE]  # each pair takes back only what is its own
 
 
 def _engine():

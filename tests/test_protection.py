@@ -326,9 +326,12 @@ def test_edges_of_shared_and_of_unmapped_memory_are_told_apart():
     map_at(PLACE + 2 * PAGE, 2 * PAGE, shared=True)
     other = register_address(PLACE + 2 * PAGE + 8, 64)
     fork_once()
-    assert protections()[-1] == (PLACE + 2 * PAGE, PLACE + 3 * PAGE, 1, "shared")
+    shared = (PLACE + 2 * PAGE, PLACE + 3 * PAGE, 1, "shared")
+    assert protections() == [(PLACE + PAGE, PLACE + 2 * PAGE, 1, "kernel"), shared]
     registration.close()
+    assert protections() == [shared]
     other.close()
+    assert protections() == []
 
 
 @both_modes

@@ -574,6 +574,26 @@ static void what_interrupts_the_engine_is_refused(void)
 	check_empty();
 }
 
+/*
+ * A child that was made while another thread grew the tables finds pointers to what
+ * mremap() had moved by then, and must not follow them.
+ */
+static void torn_tables_are_not_looked_at(void)
+{
+	struct rf_tracker *tracker = &rf_engine.tracker;
+	struct rf_memory *tables[] = { &rf_engine.registry.slots, &tracker->ranges.leaves,
+				       &tracker->ranges.directory, &tracker->reader.table };
+	size_t i;
+
+	check_start(check_best_mode());
+	check_register(check_map(1), check_page, RF_HELD);
+	check_fork();
+	for (i = 0; i < COUNT_OF(tables); i++)
+		tables[i]->items = (void *)check_page;
+	rf_clear(true);
+	check_works();
+}
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
@@ -601,6 +621,7 @@ int main(int argc, char **argv)
 		SCENARIO(memory_moved_away_is_left_alone),
 		SCENARIO(the_parents_memory_is_the_childs_to_register),
 		SCENARIO(what_interrupts_the_engine_is_refused),
+		SCENARIO(torn_tables_are_not_looked_at),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -132,6 +132,10 @@ class Kernels(Apt):
             deb.unlink()
         if not (folder / "lib").exists():
             (folder / "lib").symlink_to("usr/lib")
+        if not (folder / "boot").exists():
+            (folder / "boot").mkdir()
+            image = folder / "lib/modules" / release / "vmlinuz"
+            (folder / "boot" / f"vmlinuz-{release}").symlink_to(image)
         subprocess.run(["depmod", "-b", folder, release], check=True)
         (folder / "complete").touch()
 

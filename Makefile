@@ -26,7 +26,7 @@ HOURS ?= 1
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build check test test-vm tried-with test-wheel test-pythons test-freethreaded \
+.PHONY: help demo build check test mutants test-vm tried-with test-wheel test-pythons test-freethreaded \
 	test-bare ctest asan tsan fuzz asan-python coverage soak soak-vm bench bench-vm bench-check docs \
 	wheel release-check lint lint-c format clean
 .DELETE_ON_ERROR:

@@ -86,6 +86,13 @@ ctest: ctest-debug ctest-release	## the engine's own tests, with asserts and wit
 asan: ctest-asan	## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 tsan: ctest-tsan	## the same under ThreadSanitizer
 
+SAMPLE := 100
+SEED := 1
+mutants: $(CTESTS:%=build/ctest/debug/%)	## $(SAMPLE) small changes of csrc/*.c, by $(SEED): do the tests notice?
+	@$(PYTHON) tests/mutants.py --compiler '$(CC) $(CTEST_CFLAGS) $(debug_CFLAGS) $(CFLAGS)' \
+		--objects '$(debug_OBJECTS)' --quick '$(filter-out $(SLOW),$(CTESTS))' --slow '$(SLOW)' \
+		--sample $(SAMPLE) --seed $(SEED)
+
 ## ---- Fuzzing: tests/fuzz -------------------------------------------------------------
 
 FUZZ_CC := clang

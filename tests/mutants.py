@@ -25,7 +25,8 @@ from pathlib import Path
 
 # At the depth of the debug programs: they look for what they load beside their folder.
 PLACE = Path("build/ctest/mutants")
-LINK = ["-Wl,-S", "-Wl,-z,now", "-Wl,--export-dynamic-symbol=standin_wait", "-ldl"]
+ASKED = [f"-Wl,--export-dynamic-symbol={name}" for name in ("standin_wait", "standin_asks")]
+LINK = ["-Wl,-S", "-Wl,-z,now", *ASKED, "-ldl"]
 SWAPS = {
     "<": ["<="],
     ">": [">="],

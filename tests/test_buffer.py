@@ -111,8 +111,8 @@ def test_three_mappings_and_two_for_every_further_one(mode, nbytes):
     assert mappings_now() == count
     more = mappings_now()
     buffers += [Buffer(nbytes) for _ in range(50)]
-    # Now and then the kernel takes another place than the next one.
-    assert mappings_now() - more <= 2 * 50 + 5
+    # Now and then the kernel takes another place than the next one, and Python maps some, too.
+    assert mappings_now() - more <= 2 * 50 + 15
 
 
 @fresh

@@ -72,14 +72,16 @@ def test_a_full_disk_is_told(arguments, unbuffered):
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
-    [("--version", 0), ("config", 0), ("doctor --pid 1", 0), ("report /dev/null", 2), ("no", 2)],
+    # Process 1 may be looked at or not.
+    [("--version", 0), ("config", 0), ("doctor --pid 1", None), ("report /dev/null", 2), ("no", 2)],
 )
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_change_nothing(arguments, status, closed):
     line = f"{shlex.join(RDMAFORK)} {arguments}"
     plain = subprocess.run(line, shell=True, capture_output=True, env=environment({}))
     done = subprocess.run(f"{line} {closed}", shell=True, capture_output=True, env=environment({}))
-    assert done.returncode == plain.returncode == status
+    assert done.returncode == plain.returncode
+    assert status in (None, done.returncode)
     assert done.stdout == (b"" if ">&-" in closed.split() else plain.stdout)
     assert done.stderr == (b"" if "2>&-" in closed else plain.stderr)
 

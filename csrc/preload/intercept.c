@@ -590,7 +590,7 @@ int rf_intercept_forward(const struct rf_ibv_functions *ours)
 
 void rf_intercept_child(void)
 {
-	if (!state.lock.word || rf_lock_is_mine(&state.lock))
+	if (!__atomic_load_n(&state.lock.word, __ATOMIC_ACQUIRE) || rf_lock_is_mine(&state.lock))
 		return;
 	/* Whoever looked is not in this process, and may have left off anywhere. */
 	if (state.changing) {

@@ -226,7 +226,7 @@ static void another_thread_loads_and_unloads_one(void)
 
 static struct {
 	bool on, answered;
-	sem_t asked;
+	sem_t asked, forked;
 } asking;
 
 /* standin-asked.so asks it for its status: then the loader's gate is held. */
@@ -245,6 +245,8 @@ static void *switch_on(void *unused)
 	struct rf_error error;
 
 	CHECK(rf_intercept(&error) == 1);
+	/* To the child a thread that has ended would be a leak. */
+	CHECK(sem_wait(&asking.forked) == 0);
 	return unused;
 }
 
@@ -256,7 +258,7 @@ static void a_fork_waits_while_it_is_switched_on(void)
 
 	check_start(RF_MODE_EAGER);
 	load("asked", RTLD_NOW);
-	CHECK(sem_init(&asking.asked, 0, 0) == 0);
+	CHECK(sem_init(&asking.asked, 0, 0) == 0 && sem_init(&asking.forked, 0, 0) == 0);
 	asking.on = true;
 	CHECK(pthread_create(&thread, NULL, switch_on, NULL) == 0);
 	CHECK(sem_wait(&asking.asked) == 0);
@@ -270,6 +272,7 @@ static void a_fork_waits_while_it_is_switched_on(void)
 		      (unsigned long)took / 1000000);
 		_exit(0);
 	}
+	CHECK(sem_post(&asking.forked) == 0);
 	CHECK(check_wait(child) == 0);
 	CHECK(pthread_join(thread, NULL) == 0);
 	asking.on = false;

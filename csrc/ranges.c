@@ -668,7 +668,9 @@ void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uint
 			commit(ranges, &step);
 			start = stop;
 		} else {
-			make_room(ranges, step.first, start);
+			/* A gap stays out of the list, unless it is counted now. */
+			make_room(ranges, step.first,
+				  start < step.pieces[0].start ? step.pieces[0].start : start);
 		}
 		if (rf_unlikely(start < end))
 			cursor = rf_ranges_seek(ranges, start);

@@ -272,6 +272,22 @@ static void nested_registrations_part_in_any_order(void)
 	CHECK(!ranges.count);
 }
 
+/* A change that begins in the gap before a full leaf, and cuts its first range. */
+static void a_gap_before_a_full_leaf_takes_no_leaf(void)
+{
+	const struct rf_change marked = { .remark = true, .mark = RF_MARK_DONTFORK };
+	uint32_t i;
+
+	rf_ranges_init(&ranges);
+	CHECK(rf_ranges_reserve(&ranges, 200) == 0);
+	for (i = 0; i < RF_LEAF_RANGES; i++)
+		rf_ranges_change(&ranges, BASE + (10 + i * 10) * 4096ul,
+				 BASE + (12 + i * 10) * 4096ul, &more);
+	rf_ranges_change(&ranges, BASE, BASE + 11 * 4096ul, &marked);
+	rf_ranges_check(&ranges);
+	CHECK(ranges.count == RF_LEAF_RANGES + 1 && ranges.marked_bytes == 4096);
+}
+
 /* A leaf that is cut where it is not quite full, beside one that holds a single range. */
 static void two_neighbours_are_never_nearly_empty(void)
 {
@@ -335,6 +351,7 @@ int main(int argc, char **argv)
 		SCENARIO(natures_cut_and_registrations_part),
 		SCENARIO(a_small_reservation_forgets_no_one),
 		SCENARIO(nested_registrations_part_in_any_order),
+		SCENARIO(a_gap_before_a_full_leaf_takes_no_leaf),
 		SCENARIO(two_neighbours_are_never_nearly_empty),
 		SCENARIO(the_list_reaches_the_ends_of_the_address_space),
 	};

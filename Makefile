@@ -17,7 +17,7 @@ PACKAGERS := $(VENV)/packagers
 SOURCES := $(wildcard csrc/*.c csrc/preload/*.c)
 HEADERS := $(wildcard csrc/*.h csrc/*.map csrc/preload/*.h)
 MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
-CTESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
+CTESTS := $(patsubst tests/engine/%.c,%,$(wildcard tests/engine/test_*.c))
 SOAK := build/ctest/debug/soak
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 FIELD := build/field
@@ -41,12 +41,13 @@ build: $(BUILT)	## an editable install in .venv, rebuilt when a source has chang
 	@:
 
 SLOW := $(patsubst %,test_%,steps fork_threads huge descriptors edges fork mixture memory_limit)
-QUICK_TESTS := $(patsubst %,tests/test_%.py,modes protection errors buffers docs_lines)
+QUICK_TESTS := tests/package/test_docs_lines.py \
+	$(patsubst %,tests/surface/test_%.py,modes protection errors buffers)
 check: build	## a minute of the tests and of lint, for an edit
 	@$(MAKE) --no-print-directory ctest-debug CTESTS='$(filter-out $(SLOW),$(CTESTS))' FUZZERS=
 	@$(BIN)/python -m pytest -q -n auto --dist loadfile $(QUICK_TESTS)
 	@$(MAKE) --no-print-directory lint-c CFORMATTED="$$(git diff --name-only HEAD -- '*.[ch]')"
-	@$(BIN)/python tests/layers.py >/dev/null
+	@$(BIN)/python tests/tools/layers.py >/dev/null
 
 test: build ctest $(SOAK)	## the tests of the engine, then pytest $(PYTEST_ARGS), a process a core
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
@@ -80,10 +81,10 @@ FREE_PYTHON := $(FREE)/$(FREETHREADED)/bin/python3
 test-freethreaded: $(FREE_PYTHON)	## pytest $(PYTEST_ARGS) on CPython $(FREETHREADED) without the GIL, built from Debian's source
 	@PIP_PREFER_BINARY=1 $(MAKE) --no-print-directory VENV=$(FREE)/venv-$(FREETHREADED) PYTHON=$< build
 	@$(FREE)/venv-$(FREETHREADED)/bin/python -X dev -m pytest $(PYTEST_ARGS)
-	@$(if $(PYTEST_ARGS),,RDMAFORK_TEST_THREADS=4 $(FREE)/venv-$(FREETHREADED)/bin/python -m pytest @tests/parallel.txt)
+	@$(if $(PYTEST_ARGS),,RDMAFORK_TEST_THREADS=4 $(FREE)/venv-$(FREETHREADED)/bin/python -m pytest @tests/tools/parallel.txt)
 
 $(FREE_PYTHON):
-	@$(PYTHON) tests/freethreaded.py $(FREETHREADED)
+	@$(PYTHON) tests/tools/freethreaded.py $(FREETHREADED)
 
 ## ---- Python -------------------------------------------------------------------------
 
@@ -118,7 +119,7 @@ $(GUESTS): pyproject.toml | $(BUILT)
 	@$(INSTALL) 'rdmafork[vm]'
 	@touch $@
 
-include tests/engine.mk tests/coverage.mk tests/lint.mk
+include tests/engine/engine.mk tests/tools/coverage.mk tests/tools/lint.mk
 
 ## ---- Soaking: tests/soak -------------------------------------------------------------
 
@@ -203,13 +204,13 @@ release-check:	## is this commit ready to be tagged as $(VERSION)?
 	@.ci/release-check $(VERSION)
 
 test-wheel: wheel	## pytest $(PYTEST_ARGS) on the wheel, in an environment of its own
-	@tests/installed.sh $(PYTEST_ARGS)
+	@tests/tools/installed.sh $(PYTEST_ARGS)
 
 test-pythons: wheel	## the sdist with Debian sid's Pythons, 3.13 and later (needs root)
-	@tests/roots.sh pythons
+	@tests/tools/roots.sh pythons
 
 test-bare: wheel	## the wheel where there is nothing but Python (needs root)
-	@tests/roots.sh bare
+	@tests/tools/roots.sh bare
 
 clean:	## remove what was built, .venv too
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -132,15 +132,15 @@ def run(what, *args, env=None, preload=None, prefix=(), timeout=TIMEOUT):
     if callable(what):
         what = inspect.unwrap(what)
         path = str(Path(inspect.getfile(what)).resolve())
-        job = (path, compiled(path), what.__qualname__)
+        job, beside = (path, compiled(path), what.__qualname__), [os.path.dirname(path)]
     else:
-        job = (None, None, what)
+        job, beside = (None, None, what), []
     with tempfile.TemporaryFile() as jobs, tempfile.TemporaryFile() as answers:
         pickle.dump((job, args), jobs)
         jobs.seek(0)
         fds = (jobs.fileno(), answers.fileno())
         process = subprocess.Popen(
-            [*prefix, sys.executable, "-c", BOOT, str(HERE), *map(str, fds)],
+            [*prefix, sys.executable, "-c", BOOT, str(HERE), *map(str, fds), *beside],
             env=environment(env),
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
@@ -174,6 +174,7 @@ def run(what, *args, env=None, preload=None, prefix=(), timeout=TIMEOUT):
 BOOT = """
 import sys
 sys.path[0] = sys.argv[1]  # not the working directory
+sys.path[1:1] = sys.argv[4:]
 import light
 sys.modules["pytest"] = light
 import conftest
@@ -344,7 +345,7 @@ def fork_once():
 
 
 def write_coverage(status, leave=os._exit):
-    """os._exit(), where counts of what ran would be lost by it: see tests/c/coverage.h."""
+    """os._exit(), where counts of what ran would be lost by it: see tests/engine/coverage.h."""
     with open("/proc/self/maps") as file:
         found = {line.split(maxsplit=5)[-1].strip() for line in file if "/coverage/lib/" in line}
     for path in found:
@@ -454,6 +455,10 @@ def write(address, data):
 
 def pages(start, count):
     return [start + i * PAGE for i in range(count)]
+
+
+class Cyclic(bytearray):
+    """A buffer that can hold the registration that holds it."""
 
 
 class Owner:
@@ -570,7 +575,7 @@ def pins():
 # ---- huge pages -------------------------------------------------------------------------
 
 _POOL = Path("/proc/sys/vm/nr_hugepages")
-# As in tests/c/check.c: it is the same file in a root of its own too, where /tmp is another.
+# As in tests/engine/check.c: it is the same file in a root of its own too, where /tmp is another.
 _POOL_LOCK = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
 
 

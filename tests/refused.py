@@ -7,6 +7,9 @@ import platform
 import struct
 
 import pytest
+from conftest import PAGE, smaps
+
+import rdmafork
 
 # numbers of system calls
 CALLS = {
@@ -57,3 +60,33 @@ def numbers():
 WITHOUT_PROC = ["unshare", "-m", "sh", "-ec", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
 
 REFUSALS = (errno.EPERM, errno.ENOSYS, errno.ENOMEM)
+
+
+# ---- what holds after a refusal -------------------------------------------------------------
+
+
+def marks():
+    """{address of a page: its flag} of all that a child will not have as it is."""
+    found = {}
+    for mapping in smaps():
+        flag = mapping.flags & {"dc", "wf"}
+        for page in range(mapping.start, mapping.end, PAGE) if flag else ():
+            found[page] = flag
+    return found
+
+
+def check_claims(before=()):
+    """What is listed holds, by the kernel's word, and no mark is there that is not listed."""
+    # First the list: it looks up what is mapped, where that is not known yet.
+    ranges, marked, listed = rdmafork.protected_ranges(), marks(), set(before)
+    shared = [m for m in smaps() if m.permissions[3] == "s"]
+    for item in ranges:
+        for page in range(item.start, item.end, PAGE):
+            if item.protected_by == "advice":
+                # Zeros are the kernel's, or mapped in the child: check_fork() reads them.
+                assert {"omit": {"dc"}, "wipe": {"dc", "wf"}}[item.on_fork] & marked[page], item
+                listed.add(page)
+            elif item.protected_by == "shared":
+                assert any(m.start <= page < m.end for m in shared), item
+    extra = len(set(marked) - listed)
+    assert extra * PAGE <= rdmafork.stats().unreleased_bytes, sorted(set(marked) - listed)

@@ -54,7 +54,7 @@ programs() {
 	local program name status chosen
 	echo '== c'
 	mkdir -p "$results/c"
-	for program in tests/c/test_*.c; do
+	for program in tests/engine/test_*.c; do
 		name=$(basename "$program" .c)
 		chosen=()
 		# The others go through the engine instruction by instruction, for ten minutes and

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests/tools"))
 
 from debian import Apt, NotThere, install_packages  # noqa: E402
 

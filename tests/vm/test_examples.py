@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from mpi import mpirun
-from test_examples import EXAMPLES, example
+from package.test_examples import EXAMPLES, example
 
 
 def test_pyverbs_pingpong(device):

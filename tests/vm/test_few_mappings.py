@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-import test_errors as errors
 from conftest import PAGE, both_modes, fork_once, fresh, private_map, smaps
+from surface import test_errors as errors
 
 import rdmafork
 

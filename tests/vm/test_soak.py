@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import both_modes
-from test_soak import has_done_all, soak
+from soak.test_soak import has_done_all, soak
 
 import rdmafork
 

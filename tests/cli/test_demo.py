@@ -1,0 +1,409 @@
+"""rdmafork demo keeps its word, and says so where it cannot: see rdmafork/cli/demo.py."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from conftest import TIMEOUT, environment, huge_page_pool, needs_pins
+from refused import refuse
+
+import rdmafork
+from rdmafork.cli import demo, demo_screen, machine, main, terminal
+from rdmafork.cli.demo_promises import promises
+
+SMALL = ("demo", "--quick", "--size", "32MiB")
+POOL = Path("/proc/sys/vm/nr_hugepages")
+COMMAND = [sys.executable, "-c", "import sys; from rdmafork.cli import main; sys.exit(main())"]
+
+
+def command(*args, **options):
+    return subprocess.run(
+        [*COMMAND, *args],
+        env=environment({}),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        **options,
+    )
+
+
+def verdicts(report):
+    return {promise["name"]: promise["verdict"] for promise in report["promises"]}
+
+
+@pytest.fixture(scope="module")
+def done():
+    """The demo as a program with --json, with huge pages in the pool where that is possible."""
+    try:
+        with huge_page_pool(6):
+            return command(*SMALL, "--json")
+    except pytest.skip.Exception:
+        return command(*SMALL, "--json")
+
+
+@pytest.fixture(scope="module")
+def report(done):
+    return json.loads(done.stdout)
+
+
+# ---- what it shows ----------------------------------------------------------------------
+
+
+@needs_pins
+def test_every_promise_is_kept(done, report):
+    assert (done.returncode, done.stderr, report["ok"]) == (0, "", True)
+    skipped = {"huge"} if "skipped" in report["huge_pages"] else set()
+    for promise in report["promises"]:
+        expected = "not checked" if promise["name"] in skipped else "ok"
+        assert promise["verdict"] == expected, promise
+    lazy = {"calls"} if rdmafork.kernel_info().copy_on_fork_trusted else set()
+    assert set(verdicts(report)) == lazy | {
+        "fork",
+        "memory",
+        "to_parent",
+        "to_device",
+        "marked",
+        "edges",
+        "huge",
+    }
+
+
+@needs_pins
+def test_the_report_is_what_was_measured(report):
+    fork, size = report["fork"], report["size"]["used"]
+    assert size == report["size"]["asked"] == 32 << 20
+    assert report["pins_forbidden"] is None
+    assert report["kernel"]["release"] == os.uname().release
+    assert report["default_mode"] in ("lazy", "eager")
+    for row in ("floor", "plain", "lazy", "eager"):
+        if "unavailable" in fork[row]:
+            assert row == "lazy" and not report["kernel"]["copy_on_fork_trusted"]
+            continue
+        assert 0 < fork[row]["ns_min"] <= fork[row]["ns"]
+        assert fork[row]["forks"] >= (1 if row == "plain" else 100)
+    if report["kernel"]["copy_on_fork"]:
+        assert fork["plain"]["child_nbytes"] >= size
+        assert fork["plain"]["ns"] > 3 * fork["floor"]["ns"]
+    assert fork["eager"]["child_nbytes"] < size // 10
+    assert 0 < fork["eager"]["against_floor"] <= 1.5
+
+
+def test_registrations_are_compared_with_a_pair_of_the_same_process(report):
+    clocks = report["register_close"]
+    for name in ("lazy", "eager", "libibverbs", "libibverbs_huge_pages_safe"):
+        if "unavailable" not in clocks[name]:
+            assert clocks[name]["ns"]["madvise_pair"] > 0 and clocks[name]["ns"]["c"] > 0
+    if "ns" in clocks["lazy"]:
+        assert clocks["lazy"]["system_calls"] == 0
+        assert clocks["lazy"]["ns"]["python"] < clocks["lazy"]["ns"]["madvise_pair"] / 4
+    assert clocks["eager"]["system_calls"] > 0
+
+
+@needs_pins
+def test_one_screen_that_anyone_can_read(report):
+    screen = demo_screen.render(report, terminal.Paint(sys.stderr))
+    lines = screen.splitlines()
+    assert len(lines) <= 42 and max(map(len, lines)) <= 80
+    for word in ("fork() with 32 MiB", "without rdmafork", "lazy", "eager", "floor", "Promises"):
+        assert word in screen
+    assert screen.isascii()
+    assert lines[-1].startswith("All promises kept")
+
+
+@needs_pins
+def test_huge_pages_make_fork_fail_only_without_rdmafork():
+    with huge_page_pool(6):
+        report = json.loads(command(*SMALL, "--json").stdout)
+    huge = report["huge_pages"]
+    assert (huge["pages"], huge["pool"], huge["reserved_here"]) == (3, 6, False)
+    assert verdicts(report)["huge"] == "ok"
+    if report["kernel"]["copy_on_fork"]:
+        assert huge["eager"]["plain"]["errno"] == errno.ENOMEM
+
+
+def pages_in_pool(wait=True):
+    """How many there are while no program of ours, which would hold the lock, has taken some."""
+    try:
+        with POOL.open("r+") as pool:
+            fcntl.flock(pool, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return int(pool.read())
+    except OSError as error:
+        pytest.skip(f"the pool of huge pages cannot be had: {error}")
+
+
+@needs_pins
+def test_the_pool_of_huge_pages_is_as_it_was():
+    if pages_in_pool(wait=False):
+        pytest.skip("the pool of huge pages is not empty")
+    report = json.loads(command(*SMALL, "--json").stdout)
+    if "locked" in report["huge_pages"].get("skipped", ""):
+        pytest.skip("another program has taken the pool of huge pages")
+    assert pages_in_pool() == 0
+    assert report["huge_pages"]["reserved_here"]
+    assert verdicts(report)["huge"] == "ok"
+
+
+def test_the_pool_is_given_back_when_terminated():
+    if pages_in_pool(wait=False):
+        pytest.skip("the pool of huge pages is not empty")
+    code = (
+        "import time; from rdmafork.cli.demo import reserved_huge_pages\n"
+        "with reserved_huge_pages(2): print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment({})
+    )
+    with process:
+        assert process.stdout.readline() == b"held\n"
+        assert int(POOL.read_text()) == 2
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert pages_in_pool() == 0
+
+
+@needs_pins
+def test_a_pool_that_another_program_locks_is_left_alone():
+    if pages_in_pool(wait=False):
+        pytest.skip("the pool of huge pages is not empty")
+    with POOL.open("r+") as pool:
+        fcntl.flock(pool, fcntl.LOCK_EX)
+        report = json.loads(command(*SMALL, "--json").stdout)
+    assert "locked" in report["huge_pages"]["skipped"]
+    assert verdicts(report)["huge"] == "not checked" and report["ok"]
+
+
+# ---- where something is missing ---------------------------------------------------------
+
+
+def forbidden():
+    refuse("io_uring_setup", errno.EPERM)
+
+
+def test_without_io_uring_the_rest_is_shown_and_the_reason_said():
+    done = command(*SMALL, preexec_fn=forbidden)
+    assert done.returncode == 0, done
+    text = " ".join(done.stdout.split())
+    assert "NO PINS: a seccomp filter forbids io_uring" in text
+    assert "not pinned" in text and "madvise(DONTFORK)" in text
+    assert re.search(r"- the device still writes the parent's pages not checked", text)
+    assert "of those that could be checked" in text
+
+
+@needs_pins
+def test_a_lower_limit_of_locked_memory_makes_it_smaller():
+    if os.geteuid() != 0 or not Path("/usr/bin/setpriv").exists():
+        pytest.skip("needs root and setpriv, to give CAP_IPC_LOCK away")
+    prefix = ["setpriv", "--bounding-set=-ipc_lock", "prlimit", f"--memlock={8 << 20}"]
+    done = subprocess.run(
+        [*prefix, *COMMAND, *SMALL, "--json"],
+        env=environment({}),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and report["size"]["used"] == 7 << 20
+    assert "RLIMIT_MEMLOCK" in report["size"]["why"]
+
+
+def test_less_memory_makes_it_smaller():
+    assert demo.choose_size(100 << 20, 1 << 30) == (100 << 20, None)
+    size, why = demo.choose_size(1 << 30, 1 << 30)
+    assert size == int((1 << 30) / 2.2) >> 20 << 20 and "1 GiB of memory is available" in why
+    assert machine.memory_available() > 0
+
+
+def broken(report, path, value):
+    """A copy of the report with one thing changed."""
+    copy = json.loads(json.dumps(report))
+    *way, last = path.split("/")
+    place = copy
+    for name in way:
+        place = place[name]
+    place[last] = value
+    return {promise.name: promise.verdict for promise in promises(copy)}
+
+
+@needs_pins
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("fork", "fork/eager/against_floor", 1.6),
+        ("memory", "fork/eager/child_nbytes", 32 << 20),
+        ("to_parent", "fork/eager/exchange/device_to_parent", 63),
+        ("to_device", "fork/eager/exchange/parent_to_device", 63),
+        ("marked", "fork/eager/protected_by", ["advice", "kernel"]),
+        ("edges", "fork/eager/edges", "SIGSEGV"),
+        ("calls", "register_close/lazy/system_calls", 1),
+        ("fork", "fork/eager", {"error": "the process died"}),
+        ("huge", "huge_pages/eager", {"plain": {}, "registered": {"text": "no memory"}}),
+        ("huge", "huge_pages/eager", {"error": "SIGSEGV"}),
+    ],
+)
+def test_a_broken_promise_is_seen(report, name, path, value):
+    if name not in verdicts(report):
+        pytest.skip("this kernel makes no such promise")
+    changed = broken(report, path, value)
+    assert changed.pop(name) == "failed"
+    assert "failed" not in changed.values()
+
+
+def test_a_broken_promise_is_the_exit_status(report, monkeypatch, capsys):
+    report = report | {"ok": False}
+    report["promises"] = [report["promises"][0] | {"verdict": "failed"}]
+    monkeypatch.setattr(demo, "measure", lambda *_: report)
+    assert main(["demo"]) == 1
+    output = capsys.readouterr().out
+    assert "FAILED" in output and "Promises broken: 1" in output
+
+
+def test_a_worker_that_dies_is_named(monkeypatch, capsys):
+    with demo.Worker() as worker:
+        os.kill(worker._process.pid, signal.SIGKILL)
+        with pytest.raises(demo.WorkerDied, match=r"SIGKILL, out of memory\?"):
+            worker.ask("clocks")
+
+    def measure(*_):
+        raise demo.WorkerDied(-signal.SIGSEGV, "fork")
+
+    monkeypatch.setattr(demo, "measure", measure)
+    assert main(["demo"]) == 2
+    assert capsys.readouterr().err == (
+        "rdmafork demo: the process died at 'fork': killed by SIGSEGV\n"
+    )
+
+
+# ---- the command line -------------------------------------------------------------------
+
+
+def test_version_and_help():
+    assert command("--version").stdout == f"rdmafork {rdmafork.__version__}\n"
+    helped = command("--help")
+    assert helped.returncode == 0 and "demo" in helped.stdout and "fork_init" in helped.stdout
+    assert "io_uring" in command("demo", "--help").stdout
+    nothing = command()
+    assert nothing.returncode == 2 and nothing.stdout == helped.stdout
+    wrong = command("demo", "--size", "1Q")
+    assert wrong.returncode == 2 and "'1Q' is not a size" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("1GiB", 1 << 30), ("64K", 64 << 10), ("1.5 MiB", 3 << 19), ("4096", 4096), ("2gb", 2 << 30)],
+)
+def test_sizes(text, nbytes):
+    assert terminal.parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1G", "1X", "GiB", "1e3", "nan"])
+def test_no_sizes(text):
+    with pytest.raises(ValueError):
+        terminal.parse_size(text)
+
+
+def test_units():
+    assert [terminal.size(n) for n in (1, 4096, 36 << 10, 1 << 30)] == [
+        "1 bytes",
+        "4 KiB",
+        "36 KiB",
+        "1 GiB",
+    ]
+    assert terminal.milliseconds(254_000) == "0.25 ms"
+    assert terminal.milliseconds(2_650_881_000) == "2,651 ms"
+    assert terminal.nanoseconds(3899.4) == "3,899 ns"
+    assert [terminal.ratio(a, 100) for a in (104, 196_300, 0.4, 50)] == [
+        "1.04x",
+        "1,963x",
+        "1/250",
+        "0.50x",
+    ]
+
+
+def test_nobody_reading_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.Popen(
+        [*COMMAND, *SMALL], stdout=writing, stderr=subprocess.PIPE, env=environment({})
+    )
+    os.close(writing)
+    with process:
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def processes_with(marker):
+    """Those whose environment holds the marker: a program and all that it started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if marker.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("delay", [0, 0.05, 0.4, 1.5])
+def test_ctrl_c_ends_it_and_its_workers(delay):
+    marker = f"DEMO_TEST={os.getpid()}-{delay}"
+    process = subprocess.Popen(
+        [*COMMAND, "demo", "--size", "512MiB"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(dict([marker.split("=")])),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        start_new_session=True,
+    )
+    with process:
+        patience = time.monotonic() + 120  # before its first worker it is still being imported
+        while len(processes_with(marker)) < 2 and time.monotonic() < patience:
+            time.sleep(0.005)
+        time.sleep(delay)
+        os.killpg(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=TIMEOUT)
+    patience = time.monotonic() + 120
+    assert (process.returncode, output, errors) == (128 + signal.SIGINT, b"", b"\n")
+    while left := processes_with(marker):  # a worker in the middle of a fork ends after it
+        assert time.monotonic() < patience, left
+        time.sleep(0.05)
+
+
+def on_a_terminal(**env):
+    """What the demo writes where stdout and stderr are a terminal."""
+    control, screen = pty.openpty()
+    attributes = termios.tcgetattr(screen)
+    attributes[1] &= ~termios.OPOST
+    termios.tcsetattr(screen, termios.TCSANOW, attributes)
+    process = subprocess.Popen(
+        [*COMMAND, *SMALL], stdout=screen, stderr=screen, env=environment({"TERM": "xterm"} | env)
+    )
+    os.close(screen)
+    output = b""
+    while True:
+        try:
+            output += (got := os.read(control, 65536))
+        except OSError as error:
+            assert error.errno == errno.EIO
+            break
+        if not got:
+            break
+    os.close(control)
+    assert process.wait() == 0
+    return output.decode()
+
+
+def test_colours_and_progress_only_on_a_terminal(done):
+    seen = on_a_terminal(NO_COLOR=None)
+    assert "\033[32mOK" in seen and "forking without rdmafork" in seen
+    plain = on_a_terminal(NO_COLOR="1")
+    assert "\033[32m" not in plain and "\r\033[K" in plain
+    assert "\033" not in done.stdout and done.stderr == ""

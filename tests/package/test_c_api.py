@@ -1,0 +1,149 @@
+"""The C API, used from this installation: examples/c_program, examples/cython_extension."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import PAGE, TIMEOUT, child, environment, is_mapped
+
+import rdmafork
+from rdmafork.cli import main
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CC = os.environ.get("CC", "cc")
+
+
+def command(*arguments, **options):
+    options = {"env": environment({"CC": CC})} | options
+    return subprocess.run(
+        list(map(str, arguments)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=TIMEOUT, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """examples/c_program, built as its Makefile says."""
+    for tool in (CC.split()[0], "make"):
+        if not shutil.which(tool):
+            pytest.skip(f"needs {tool}")
+    folder = tmp_path_factory.mktemp("c_program")
+    shutil.copytree(EXAMPLES / "c_program", folder, dirs_exist_ok=True)
+    done = command("make", "-C", folder, f"PYTHON={sys.executable}", "CFLAGS=-Wall -Wextra -Werror")
+    assert done.returncode == 0, done.stdout
+    return folder / "survives"
+
+
+def test_a_c_program_runs_as_it_was_linked(program, tmp_path):
+    """From anywhere, without LD_LIBRARY_PATH."""
+    done = command(program, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (
+        0, "the child had nothing of the buffer; the kernel copied none of 16 MiB\n",
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("program")  # it has the tools
+def test_a_c_program_is_built_where_paths_have_spaces(tmp_path):
+    source, place = tmp_path / "source", tmp_path / "site packages"
+    shutil.copytree(EXAMPLES / "c_program", source)
+    place.mkdir()
+    (place / "rdmafork").symlink_to(Path(rdmafork.__file__).parent)
+    done = command(
+        "make", "-C", source, f"PYTHON={sys.executable}", f"CC={CC}",
+        env=environment({"PYTHONPATH": str(place)}),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "site packages/rdmafork" in done.stdout
+    assert command(source / "survives").returncode == 0
+
+
+def test_a_c_program_meets_another_abi(program, tmp_path):
+    """It does not start, and the loader names who wants what of whom."""
+    (tmp_path / "other.map").write_text("RDMAFORK_99 { global: rf_*; };")
+    (tmp_path / "other.c").write_text("int rf_abi(void) { return 99; }")
+    other = tmp_path / "librdmafork.so"
+    done = command(
+        *CC.split(), "-shared", "-fPIC", "-Wl,-soname,librdmafork.so",
+        f"-Wl,--version-script={tmp_path}/other.map", tmp_path / "other.c", "-o", other,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    done = command(program, env=environment({"LD_LIBRARY_PATH": str(tmp_path)}))
+    assert done.returncode
+    for words in (f"{other}: version `RDMAFORK_", "not found", f"required by {program}"):
+        assert words in done.stdout
+
+
+def test_a_c_plus_plus_program_can_include_the_header(tmp_path):
+    cxx = shutil.which(os.environ.get("CXX", "c++"))
+    if not cxx:
+        pytest.skip("needs a C++ compiler")
+    (tmp_path / "main.cc").write_text(
+        "#include <rdmafork.h>\nint main() { return rf_abi() != RF_ABI; }\n"
+    )
+    flags = config("--cflags"), config("--libs")
+    done = command(
+        cxx, "-Wall", "-Wextra", "-Wpedantic", "-Werror", flags[0], tmp_path / "main.cc",
+        *flags[1].split(), "-o", tmp_path / "main",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert command(tmp_path / "main").returncode == 0
+
+
+def test_a_cython_extension_registers_with_the_same_engine(run, tmp_path):
+    """Installed as pip installs it, and linked without the place of the library."""
+    pytest.importorskip("Cython", reason="needs Cython")
+    pytest.importorskip("setuptools", reason="needs setuptools")
+    if not shutil.which(CC.split()[0]):
+        pytest.skip(f"needs {CC}")
+    shutil.copytree(EXAMPLES / "cython_extension", tmp_path / "source")
+    # An editable install is found by a hook, of which Cython knows nothing.
+    place = {"PYTHONPATH": str(Path(rdmafork.__file__).parent.parent)}
+    done = command(
+        sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps",
+        "--no-index", "--disable-pip-version-check", "--target", tmp_path / "target",
+        tmp_path / "source", env=environment(place),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    run(_pool, str(tmp_path / "target"))
+
+
+def _pool(target):
+    sys.path.insert(0, target)
+    from registered_pool import Pool
+
+    rdmafork.fork_init()
+    pool = Pool(4, 16 * PAGE)
+    addresses = [pool.take() for _ in range(2)]
+    assert rdmafork.stats().registrations == 2
+    assert [child(is_mapped, address) for address in addresses] == [False, False]
+    pool.give_back()
+    assert rdmafork.stats().registrations == 1
+    assert [child(is_mapped, address) for address in addresses] == [False, True]
+    del pool
+    assert rdmafork.stats().registrations == 0
+
+
+# ---- rdmafork config ------------------------------------------------------------------------
+
+
+def config(*arguments):
+    done = command(sys.executable, "-m", "rdmafork", "config", *arguments)
+    assert done.returncode == 0
+    return done.stdout.strip()
+
+
+def test_config_has_the_flags_of_this_installation(capsys):
+    folder = os.path.dirname(rdmafork.get_library())
+    cflags, libs = f"-I{rdmafork.get_include()}", f"-L{folder} -Wl,-rpath,{folder} -lrdmafork"
+    for arguments, flags in (
+        (["--cflags"], cflags),
+        (["--libs"], libs),
+        ([], f"{cflags} {libs}"),
+        (["--libs", "--cflags"], f"{cflags} {libs}"),
+    ):
+        assert main(["config", *arguments]) == 0
+        assert capsys.readouterr() == (f"{flags}\n", "")
+    assert Path(cflags[2:], "rdmafork.h").is_file()

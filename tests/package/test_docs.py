@@ -1,0 +1,171 @@
+"""README and the documentation: every snippet runs, links lead somewhere, named tests exist."""
+
+import re
+import runpy
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import snippets
+from snippets import PAGES, ROOT
+
+import rdmafork
+
+SNIPPETS = snippets.all_snippets()
+# What shows something and executes nothing; the others of MyST do not occur.
+SHOWN = re.compile(
+    r"(text)?$|\{(eval-rst|toctree|figure|drawing|(literal)?include|(list-)?table)\}"
+)
+NAMED = re.compile(r"\{test\}`([^`]+)`")
+IN_TREE = re.compile(r"\{tree\}`([^`]+)`")
+LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
+DOC = re.compile(r"\{doc\}`(?:[^`<]*<)?([^`>]+)>?`")
+DIRECTIVE = re.compile(r"^```+\{(?:figure|literalinclude|include)\} (\S+)", re.MULTILINE)
+DRAWING = re.compile(r"^```+\{drawing\} (\S+)", re.MULTILINE)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@pytest.mark.parametrize(
+    "snippet", [s for s in SNIPPETS if s.language in snippets.RUN or s.why_not], ids=str
+)
+def test_a_snippet_does_what_it_says(snippet, tmp_path):
+    snippets.check(snippet, tmp_path)
+
+
+def test_no_block_is_passed_over():
+    """What is neither run nor shown is of a language that nobody executes: a reason is due."""
+    for snippet in SNIPPETS:
+        runs = snippet.language in snippets.RUN
+        assert runs or snippet.why_not or SHOWN.match(snippet.language), f"{snippet}: what is it?"
+        assert snippet.needs is None or snippet.needs in snippets.NEEDS, snippet
+    for page in PAGES:
+        hidden = re.findall(r"^[ >]+```.*|^ *~~~.*", page.read_text(), re.MULTILINE)
+        assert not hidden, f"{page}: only a fence of ``` that begins a line is seen: {hidden}"
+    pages = {snippet.page for snippet in SNIPPETS if snippet.language == "python"}
+    assert {"README.md", "docs/index.md", "docs/quickstart.md"} <= pages
+
+
+def test_what_it_prints_is_looked_at():
+    assert snippets.lines_that_match("a 17 b\n", "a ... b\n")
+    assert not snippets.lines_that_match("a 17 c\n", "a ... b\n")
+
+
+def file_of(name):
+    """The folder may be left out where only one has a file of that name: see docs/_ext/tree.py."""
+    name += ".c" if name.startswith("engine/") else ".py"
+    found = [p for p in (ROOT / "tests").rglob(name) if "/" in name or p.parent.name != "vm"]
+    assert len(found) == 1, f"tests/ has {len(found)} files {name}"
+    return found[0]
+
+
+@each_page
+def test_the_tests_that_it_names_exist(page):
+    for name in NAMED.findall(page.read_text()):
+        file, _, function = name.partition("::")
+        in_c = file.startswith("engine/")
+        path = file_of(file)
+        begins = "static void " if in_c else "def "
+        assert not function or f"\n{begins}{function}(" in path.read_text(), f"no {name}"
+        if in_c and function:
+            ran = re.search(rf"SCENARIO\w*\({function}\)", path.read_text())
+            assert ran, f"{name} is not run"
+
+
+def test_what_is_promised_of_old_kernels_is_tested_on_one():
+    """On 5.10 run tests/vm, what engine.txt names, and the programs of tests/engine."""
+    chosen = (ROOT / "tests/vm/engine.txt").read_text().split()
+    rows = [r.split("|") for r in (ROOT / "docs/guarantees.md").read_text().splitlines()]
+    rows = [row for row in rows if len(row) == 9]
+    column = next(iter(rows)).index(" `fork()`, before 5.12 ")
+    names = {name for row in rows for name in NAMED.findall(row[column])}
+    assert len(names) >= 10
+    for name in names:
+        file, _, function = name.partition("::")
+        path = str(file_of(file).relative_to(ROOT))
+        begins = (path, f"{path}::{function}")
+        there = any(c.partition("[")[0] in begins for c in chosen)
+        assert there or name.startswith(("vm/", "engine/")), f"{name} is not run on 5.10"
+
+
+@each_page
+def test_what_it_links_to_exists(page):
+    text = re.sub(r"^```(?!\{).*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in DOC.findall(text):
+        assert (page.parent / f"{target}.md").is_file(), f"no page {target}"
+    for target in DIRECTIVE.findall(text):
+        # Figures are drawn as the docs are built, where a missing one is an error.
+        if not target.startswith("../build/"):
+            assert (page.parent / target).is_file(), f"no file {target}"
+    for target in DRAWING.findall(text):
+        assert (ROOT / "docs/drawings" / target).is_file(), f"no drawing {target}"
+    for target in IN_TREE.findall(text):
+        assert (ROOT / target).is_file(), f"no file {target}"
+    for target in LINK.findall(text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = unquote(target).partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), f"no file {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"no heading {target}"
+
+
+def anchors(page):
+    """As GitHub and MyST make them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def test_tables_of_costs_are_those_of_the_results():
+    """python docs/costs.py writes them."""
+    written = runpy.run_path(str(ROOT / "docs/costs.py"))["written"]
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        found += re.findall(r"<!-- costs: (\w+) -->", text)
+        assert written(text) == text, page
+    assert set(found) == {"fork", "registration", "many", "scale", "unmodified"}
+
+
+def test_tables_of_programs_are_those_of_the_results():
+    """python docs/tried_with.py writes them."""
+    made = runpy.run_path(str(ROOT / "docs/tried_with.py"))
+    found = []
+    for page in made["PAGES"]:
+        text = page.read_text()
+        found += re.findall(r"<!-- tried: (\w+) -->", text)
+        assert made["written"](text) == text, page
+    assert sorted(found) == sorted(made["TABLES"])
+
+
+def test_every_page_can_be_reached():
+    index = (ROOT / "docs/index.md").read_text()
+    in_trees = set(re.findall(r"^[\w/-]+$", index, re.MULTILINE))
+    pages = {str(p.relative_to(ROOT / "docs").with_suffix("")) for p in PAGES[1:]} - {"index"}
+    assert pages <= in_trees
+
+
+def listed(page, directive):
+    """What the directives of a page have for arguments."""
+    text = (ROOT / "docs" / page).read_text()
+    return set(" ".join(re.findall(rf"^\.\. {directive}:: (.*)$", text, re.MULTILINE)).split())
+
+
+def test_every_name_of_the_package_is_in_the_reference():
+    assert listed("api.md", "api") == set(rdmafork.__all__) - {"__version__"}
+
+
+def test_every_function_of_the_header_is_in_the_reference():
+    header = (ROOT / "csrc/rdmafork.h").read_text()
+    declared = set(re.findall(r"^RF_API [^;(]*?(\w+)\(", header, re.MULTILINE))
+    declared |= set(re.findall(r"^(?:struct|enum) (rf_\w+) \{", header, re.MULTILINE))
+    assert declared and declared <= listed("capi.md", "rdmafork-h")
+
+
+def test_drawings_take_the_colours_of_the_page():
+    drawings = sorted(Path(ROOT / "docs/drawings").glob("*.svg"))
+    assert drawings
+    for drawing in drawings:
+        text = drawing.read_text()
+        assert "currentColor" in text and "black" not in text and "white" not in text, drawing

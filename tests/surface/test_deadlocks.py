@@ -1,0 +1,315 @@
+"""fork() at any moment, in any thread, with anybody's fork handlers: no deadlock, no wreck.
+
+Locks held across fork() are how such libraries hang: the engine holds none. What is hunted
+here is compiled from tests/deadlocks. A hang is killed by timeout(1), and so is its family.
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import (
+    SLOWNESS,
+    address_of,
+    both_modes,
+    compile_c,
+    fork_once,
+    needs_lazy,
+    vm_flags,
+)
+
+import rdmafork
+
+# tests/deadlocks/handlers.c
+REGISTER, TAKE_GIL, FORK = 1, 2, 4
+CACHED = 8
+
+# faulthandler says where it hangs, then everybody is killed, hung children too.
+WATCHED = ("timeout", "--signal=ABRT", "--kill-after=2", str(60 * SLOWNESS))
+
+
+def build(source, output, *options):
+    library = Path(rdmafork.get_library())
+    return compile_c(
+        output, "-O1", "-g", "-Wall", "-Wextra", "-pthread", *options,
+        f"-I{rdmafork.get_include()}", Path(__file__).with_name("deadlocks") / source,
+        f"-L{library.parent}", f"-l:{library.name}", f"-Wl,-rpath,{library.parent}", "-ldl",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The libraries and the program of tests/deadlocks, by name."""
+    folder = tmp_path_factory.mktemp("deadlocks")
+    shared = ("-shared", "-fPIC", "-Wl,--as-needed")
+    return {
+        "handlers": build("handlers.c", folder / "handlers.so", *shared),
+        "forks": build("forks.c", folder / "forks.so", *shared),
+    }
+
+
+def keep_busy(stop, failures, nbytes=3 * 4096):
+    """Register and close until told to stop: what other threads do as one forks."""
+    memory = bytearray(1 << 20)
+    try:
+        while not stop.is_set():
+            with rdmafork.register(memory), rdmafork.register(memoryview(memory)[100:nbytes]):
+                pass
+            rdmafork.register_address(0, 0).close()
+            rdmafork.stats()
+    except BaseException as error:
+        failures.append(repr(error))
+
+
+class Busy:
+    """Threads that keep the engine busy meanwhile."""
+
+    def __init__(self, threads=2):
+        self.stop, self.failures = threading.Event(), []
+        self.threads = [
+            threading.Thread(target=keep_busy, args=(self.stop, self.failures))
+            for _ in range(threads)
+        ]
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+
+    def __exit__(self, *exception):
+        self.stop.set()
+        for thread in self.threads:
+            thread.join()
+        assert not self.failures
+
+
+def fork_and_use(handlers=None):
+    """os.fork(); the child registers and closes."""
+    pid = os.fork()
+    if not pid:
+        try:
+            memory = bytearray(1 << 16)
+            rdmafork.register(memory).close()
+            with rdmafork.register(memory):
+                fine = rdmafork.stats().registrations in (1, 1 + CACHED)
+            os._exit(not fine or bool(handlers and handlers.handlers_failures()))
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def is_still_right(mode):
+    """The window is shut, and what a fork marks it marks."""
+    memory = bytearray(1 << 20)
+    before = rdmafork.stats()
+    with rdmafork.register(memory) as registration:
+        after = rdmafork.stats()
+        assert after.registrations == before.registrations + 1
+        if mode == "lazy":
+            assert after.pending == before.pending + 1
+            assert after.madvise_calls == before.madvise_calls
+        fork_once()
+        assert "dc" in vm_flags(registration.address + 8192)
+    assert "dc" not in vm_flags(address_of(memory) + 8192)
+
+
+# ---- other libraries' fork handlers -----------------------------------------------------
+
+
+def _handlers(library, mode, kind, forks):
+    handlers = ctypes.CDLL(library)  # loaded now, unless it was preloaded
+    rdmafork.fork_init(mode)
+    handlers.handlers_use(rdmafork.get_library().encode(), kind)
+    with Busy():
+        for _ in range(forks):
+            fork_and_use(handlers)
+    assert handlers.handlers_failures() == 0
+    assert handlers.handlers_runs() >= forks
+    handlers.handlers_use(rdmafork.get_library().encode(), 0)
+    is_still_right(mode)
+
+
+@both_modes
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("kind", [REGISTER, TAKE_GIL, REGISTER | TAKE_GIL])
+def test_another_library_s_handlers_may_register_and_release(run, built, mode, order, kind):
+    """Installed before the engine's, so run in its window, or after, so outside of it."""
+    preload = built["handlers"] if order == "before" else None
+    run(_handlers, built["handlers"], mode, kind, 200, preload=preload, prefix=WATCHED)
+
+
+def _handler_forks(library, mode):
+    handlers = ctypes.CDLL(library)
+    rdmafork.fork_init(mode)
+    handlers.handlers_use(rdmafork.get_library().encode(), FORK)
+    for _ in range(50):
+        fork_and_use()
+    handlers.handlers_use(rdmafork.get_library().encode(), 0)
+    is_still_right(mode)
+    assert handlers.handlers_failures() == 0
+
+
+@both_modes
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_handler_may_fork(run, built, mode, order):
+    preload = built["handlers"] if order == "before" else None
+    run(_handler_forks, built["handlers"], mode, preload=preload, prefix=WATCHED)
+
+
+# ---- forks that do not hold the GIL -----------------------------------------------------
+
+
+def _c_threads_fork(library, handlers, mode, threads, count):
+    rdmafork.fork_init(mode)
+    forks = ctypes.CDLL(library)
+    if handlers:
+        handlers = ctypes.CDLL(handlers)
+        handlers.handlers_use(rdmafork.get_library().encode(), TAKE_GIL)
+    before = rdmafork.stats().forks
+    with Busy():
+        assert forks.fork_in_threads(threads, count) == 0
+    assert rdmafork.stats().forks == before + threads * count
+    is_still_right(mode)
+
+
+@both_modes
+def test_c_threads_may_fork_while_python_registers(run, built, mode):
+    run(_c_threads_fork, built["forks"], None, mode, 3, 400, prefix=WATCHED)
+
+
+@both_modes
+def test_a_handler_may_wait_for_the_gil_of_a_thread_that_registers(run, built, mode):
+    """gRPC's take the GIL in prepare and in parent, while another thread has it and registers."""
+    run(_c_threads_fork, built["forks"], built["handlers"], mode, 2, 200, prefix=WATCHED)
+
+
+def _threads_fork(mode, count):
+    rdmafork.fork_init(mode)
+    failures = []
+
+    def forks():
+        try:
+            for _ in range(count):
+                fork_and_use()
+        except BaseException as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=forks) for _ in range(3)]
+    with Busy():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    is_still_right(mode)
+
+
+@both_modes
+def test_python_threads_may_fork_while_others_register(run, mode):
+    run(_threads_fork, mode, 120, prefix=WATCHED)
+
+
+@pytest.mark.parametrize("env", [{}, {"RDMAV_FORK_SAFE": "1"}])
+def test_no_function_imports_what_another_thread_may_be_importing_at_a_fork(run, env):
+    """Its child would wait for that import for ever."""
+    run(_use_all, not env, env=env)
+
+
+def _use_all(by_hand):
+    if by_hand:
+        rdmafork.fork_init()
+    before = {name for name in sys.modules if name.startswith("rdmafork")}
+    with rdmafork.Buffer(4096), rdmafork.register(bytearray(1 << 16)):
+        rdmafork.stats(), rdmafork.protected_ranges(), rdmafork.kernel_info()
+        rdmafork.is_fork_initialized()
+    with contextlib.suppress(OSError):  # there is no RDMA
+        rdmafork.get_device_list(all=True)
+    for name in rdmafork.__all__:
+        getattr(rdmafork, name)
+    after = {name for name in sys.modules if name.startswith("rdmafork")}
+    assert after - before <= {"rdmafork._version"}
+
+
+# ---- forks by signal handlers -----------------------------------------------------------
+
+
+def _signals_fork(library, mode):
+    rdmafork.fork_init(mode)
+    forks = ctypes.CDLL(library)
+    memory = bytearray(1 << 16)
+    forks.storm_begin(1000)
+    while forks.storm_forked() < 500:
+        assert forks.use_many(20) == 0
+        rdmafork.register(memory).close()
+        rdmafork.protected_ranges()
+    forks.storm_end()
+    assert forks.storm_failed() == 0
+    numbers = rdmafork.stats()
+    # Some interrupted the engine itself, or nothing has been tested.
+    assert numbers.forks_unprepared > 0
+    assert numbers.forks + numbers.forks_unprepared >= 500
+    assert numbers.registrations == 0
+    is_still_right(mode)
+
+
+@both_modes
+def test_a_signal_handler_may_fork_at_any_moment(run, built, mode):
+    run(_signals_fork, built["forks"], mode, prefix=WATCHED)
+
+
+def _signals_fork_in_threads(library, mode):
+    rdmafork.fork_init(mode)
+    forks = ctypes.CDLL(library)
+    assert forks.storm_in_threads(3, 1000, 500) == 0
+    numbers = rdmafork.stats()
+    assert numbers.forks_unprepared > 0
+    assert numbers.registrations == 0
+    is_still_right(mode)
+
+
+@both_modes
+def test_signal_handlers_may_fork_in_several_threads(run, built, mode):
+    run(_signals_fork_in_threads, built["forks"], mode, prefix=WATCHED)
+
+
+# ---- a fork at every instruction --------------------------------------------------------
+
+
+def lazily(operation):
+    return pytest.param(operation, "lazy", marks=needs_lazy)
+
+
+STEPPED = [
+    *[lazily(operation) for operation in ("register", "release", "unheld", "drop")],
+    *[(operation, "eager") for operation in ("register", "release")],
+    *[lazily(operation) for operation in ("grow", "list", "fork")],
+    ("grow", "eager"),
+]
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    if platform.machine() != "x86_64":
+        pytest.skip("the trap flag is x86's")
+    return build("step.c", tmp_path_factory.mktemp("step") / "step")
+
+
+@pytest.mark.parametrize("variant", ["signal", "clone", "window", "thread"])
+@pytest.mark.parametrize("operation, mode", STEPPED)
+def test_a_fork_at_any_instruction_leaves_a_sound_child(step, variant, operation, mode):
+    """See tests/deadlocks/step.c: what is interrupted, how, and what must hold then."""
+    short = operation == "grow" or (mode == "lazy" and operation in ("register", "release"))
+    stops = "1000" if short and variant != "window" else "40"
+    done = subprocess.run(
+        [*WATCHED, step, variant, operation, mode, stops],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split(",")[0]) >= 20, "hardly anything was stepped over"

@@ -99,12 +99,13 @@ static void clear_mapping(struct rf_tracker *tracker, const struct rf_vma *vma, 
 		return;
 	rc = rf_marks_call(tracker, first, last, rf_marks_undoing(mark));
 	/*
-	 * EINVAL now: a device's mapping, which no child ever had or will have, or one that takes
-	 * no mark either, and so bears none.
+	 * EINVAL now: a huge page, on Linux 7.3; a device's mapping, which no child ever had or
+	 * will have; or one that takes no mark either, and so bears none.
 	 */
 	if (rc >= 0 ||
-	    (rc == -EINVAL && (!vma->anonymous || rf_marks_call(tracker, first, last,
-								rf_marks_advice(mark)) < 0))) {
+	    (rc == -EINVAL && vma->shift == tracker->base_shift &&
+	     (!vma->anonymous ||
+	      rf_marks_call(tracker, first, last, rf_marks_advice(mark)) < 0))) {
 		rf_ranges_change(&tracker->ranges, first, last, &unmark);
 		return;
 	}
@@ -212,14 +213,20 @@ static bool is_to_retry(const struct rf_range *range)
 	return range->flags & RF_RANGE_RETRY;
 }
 
+/* What is stuck may be unmapped by now. */
+static bool is_to_unmark(const struct rf_range *range)
+{
+	return range->flags & RF_RANGE_TO_UNMARK;
+}
+
 void rf_marks_retry_all(struct rf_tracker *tracker)
 {
 	struct rf_run run;
 
 	if (rf_likely(!tracker->ranges.retry))
 		return;
-	rf_marks_clear_runs(tracker, 0, UINTPTR_MAX, is_to_retry);
-	tracker->ranges.retry = rf_tracker_next_odd(tracker, 0, UINTPTR_MAX, is_to_retry, &run);
+	rf_marks_clear_runs(tracker, 0, UINTPTR_MAX, is_to_unmark);
+	tracker->ranges.retry = rf_tracker_next_odd(tracker, 0, UINTPTR_MAX, is_to_unmark, &run);
 	tracker->retry_at = 0;
 }
 

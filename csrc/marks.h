@@ -8,8 +8,8 @@
  * goes mapping by mapping.
  *
  * A mark that cannot be taken back stays in the ranges and is tried again: by releases
- * that free VMAs, a few at a time, and by every fork. A mark that is refused for another
- * reason than the number of mappings is given up after a few tries.
+ * that free VMAs, a few at a time, and by every fork. Where the number of mappings is not
+ * the reason, releases give it up after a few tries.
  */
 #ifndef RF_MARKS_H
 #define RF_MARKS_H

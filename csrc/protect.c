@@ -230,6 +230,15 @@ static bool has_end_like_huge_page(const struct rf_tracker *tracker, const struc
 			 (slot->end & base && !((slot->end + base) & huge & ~base)));
 }
 
+/*
+ * Where a mark may stay for good, shared memory is told from private memory before it is
+ * marked. Of most memory one madvise() that changes nothing tells that its marks do not stay.
+ */
+static bool may_stay_marked(struct rf_tracker *tracker, const struct rf_run *run)
+{
+	return rf_marks_call(tracker, run->start, run->end, MADV_DOFORK) < 0;
+}
+
 int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf_slot *slot,
 	       unsigned int how, bool *ask, struct rf_error *error)
 {
@@ -270,8 +279,10 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 	fresh = shape == ONE_RUN && seen.run.start == extent.start && seen.run.end == extent.end;
 	if (held && !fresh && !partial)
 		*ask = has_marked_end(tracker, slot);
-	if (rf_unlikely(how & RF_PROTECT_FORKING))
-		return protect_by_steps(tracker, list, slot, true, NULL, -EINVAL, error);
+	if (rf_unlikely(how & RF_PROTECT_FORKING ||
+			(tracker->marks_stay && (!fresh || may_stay_marked(tracker, &seen.run)))))
+		return protect_by_steps(tracker, list, slot, how & RF_PROTECT_FORKING, NULL,
+					-EINVAL, error);
 	if (rf_unlikely(shape != ONE_RUN ||
 			!rf_marks_have_room(tracker, seen.run.start, seen.run.end) ||
 			(!held && !fresh)))

@@ -407,8 +407,11 @@ static inline void change_piece(struct rf_range *piece, const struct rf_change *
 		return;
 	}
 	piece->flags = (uint8_t)((piece->flags | change->set) & ~change->clear);
-	if (rf_unlikely(change->tried) && ++piece->tries == RF_RANGE_TRIES)
-		piece->flags = (uint8_t)((piece->flags | RF_RANGE_STUCK) & ~RF_RANGE_RETRY);
+	if (rf_unlikely(change->tried)) {
+		piece->tries += piece->tries < RF_RANGE_TRIES;
+		if (piece->tries == RF_RANGE_TRIES)
+			piece->flags = (uint8_t)((piece->flags | RF_RANGE_STUCK) & ~RF_RANGE_RETRY);
+	}
 	if (change->remark) {
 		piece->mark = change->mark;
 		piece->tries = 0;

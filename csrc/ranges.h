@@ -75,7 +75,7 @@ enum rf_nature {
 #define RF_RANGE_DUE	2u
 /* Released, but the kernel would not unmark it yet. */
 #define RF_RANGE_RETRY	4u
-/* Released, and the kernel will never unmark it: a device's memory without a file. */
+/* Released, and never unmarked while it is mapped: huge pages on 7.3, [vvar] everywhere. */
 #define RF_RANGE_STUCK	8u
 
 struct rf_range {
@@ -90,7 +90,7 @@ struct rf_range {
 /* Flags of a mark that is to go. A new mark has neither. */
 #define RF_RANGE_TO_UNMARK (RF_RANGE_RETRY | RF_RANGE_STUCK)
 
-/* A mark stays that the kernel refuses to take back so often, but for want of mappings. */
+/* A mark is stuck that the kernel refuses to take back so often, but for want of mappings. */
 #define RF_RANGE_TRIES	8
 
 #define RF_LEAF_RANGES	63
@@ -125,7 +125,7 @@ struct rf_ranges {
 	uint32_t mark_edges;	/* addresses where the mark changes */
 	uint64_t marked_bytes;
 	uint64_t version;	/* changes with every change */
-	bool retry;		/* some range has RF_RANGE_RETRY, or had it */
+	bool retry;		/* some range has a flag of RF_RANGE_TO_UNMARK, or had it */
 	bool leftover;		/* some range was left with a mark that nobody counts */
 };
 

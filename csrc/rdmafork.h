@@ -273,7 +273,7 @@ struct rf_stats {
 	uint64_t vma_budget;		/* no mark goes beyond it: half of vm.max_map_count */
 	uint64_t left_ranges;		/* could be marked, left to the kernel's copying */
 	uint64_t left_bytes;
-	uint64_t unreleased_bytes;	/* released, still marked: to be retried */
+	uint64_t unreleased_bytes;	/* released, still marked: children lack them */
 	uint64_t madvise_calls;		/* since fork_init, process_madvise() included */
 	uint64_t query_calls;		/* questions asked of /proc */
 	uint64_t forks;			/* forks through libc seen by the handlers */

@@ -3,6 +3,7 @@
 #include "kernel.h"
 
 #include <string.h>
+#include <sys/auxv.h>
 
 void rf_tracker_init(struct rf_tracker *tracker)
 {
@@ -10,11 +11,18 @@ void rf_tracker_init(struct rf_tracker *tracker)
 	rf_ranges_init(&tracker->ranges);
 }
 
+/* The vDSO, which bears no mark, is for madvise() like a huge page or a driver's mapping. */
+static bool marks_stay(const struct rf_kernel *kernel)
+{
+	return rf_sys_madvise(getauxval(AT_SYSINFO_EHDR), kernel->page_size, MADV_DOFORK) < 0;
+}
+
 void rf_tracker_start(struct rf_tracker *tracker, const struct rf_kernel *kernel, bool contested)
 {
 	tracker->kernel = kernel;
 	tracker->base_shift = (uint8_t)__builtin_ctz(kernel->page_size);
 	tracker->contested = contested || !kernel->copy_trusted;
+	tracker->marks_stay = marks_stay(kernel);
 	tracker->vma_budget = kernel->max_map_count / 2;
 	rf_memory_free(&tracker->reader.table);
 	rf_vma_init(&tracker->reader, kernel->procmap_query, rf_kernel_huge_shift(kernel));

@@ -33,6 +33,7 @@ struct rf_tracker {
 	const struct rf_kernel *kernel;
 	uint8_t base_shift;	/* log2 of a base page */
 	bool contested;		/* other code may take marks away: every fork marks again */
+	bool marks_stay;	/* the kernel unmarks no huge page, nor what drivers map */
 	bool dirty;		/* something is unasked or due: the next fork walks */
 	bool left;		/* something is due, and the budget was used up */
 	uint64_t vma_budget;

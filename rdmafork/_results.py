@@ -61,7 +61,7 @@ class Stats(NamedTuple):
     vma_budget: int  #: half of vm.max_map_count: no mark goes beyond it
     left_ranges: int  #: ranges left to the kernel's copying
     left_bytes: int
-    unreleased_bytes: int  #: released, but the kernel could not unmark them yet
+    unreleased_bytes: int  #: released, but the kernel has not unmarked them: children lack them
     madvise_calls: int  #: system calls made, since the process began
     query_calls: int  #: questions asked of /proc
     forks: int  #: through libc, since fork_init()

@@ -192,7 +192,7 @@ static void pool_give_back(void)
 	pool_lock = -1;
 }
 
-char *check_map_huge(size_t pages, int sharing)
+char *check_map_huge_any(size_t pages, int sharing)
 {
 	char *memory = mmap(NULL, pages * CHECK_HUGE, PROT_READ | PROT_WRITE,
 			    sharing | MAP_ANONYMOUS | MAP_HUGETLB | (21 << 26 /* MAP_HUGE_2MB */),
@@ -201,6 +201,24 @@ char *check_map_huge(size_t pages, int sharing)
 	if (memory == MAP_FAILED)
 		check_skip("no %zu huge pages: %s", pages, strerror(errno));
 	return memory;
+}
+
+bool check_huge_marks_stay(void)
+{
+	char *huge = check_map_huge_any(1, MAP_PRIVATE);
+	bool stay;
+
+	CHECK(madvise(huge, CHECK_HUGE, MADV_DONTFORK) == 0);
+	stay = madvise(huge, CHECK_HUGE, MADV_DOFORK) != 0;
+	CHECK(munmap(huge, CHECK_HUGE) == 0);
+	return stay;
+}
+
+char *check_map_huge(size_t pages, int sharing)
+{
+	if (check_huge_marks_stay())
+		check_skip("this kernel unmarks no huge page");
+	return check_map_huge_any(pages, sharing);
 }
 
 /* ---- Scenarios ---- */
@@ -468,6 +486,23 @@ void check_refuse(unsigned int call, int error)
 	struct sock_filter filters[] = {
 		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
 		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (unsigned int)error),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+	};
+	const struct sock_fprog program = { COUNT_OF(filters), filters };
+
+	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) ||
+	    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
+		check_skip("no seccomp filter: %s", strerror(errno));
+}
+
+void check_refuse_advice(int advice, int error)
+{
+	struct sock_filter filters[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_madvise, 0, 3),
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[2])),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (unsigned int)advice, 0, 1),
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (unsigned int)error),
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
 	};

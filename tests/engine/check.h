@@ -66,6 +66,8 @@ int check_run(const struct check_scenario *scenarios, size_t count, int argc, ch
 
 /* The kernel refuses that system call from here on, to this thread and what it makes. */
 void check_refuse(unsigned int call, int error);
+/* The same of madvise() with that advice alone. */
+void check_refuse_advice(int advice, int error);
 
 /* How much slower than usual this build is, on this machine. */
 unsigned int check_slowness(void);
@@ -99,6 +101,9 @@ void check_unmap(void *start, size_t pages);
 /* Huge pages of 2 MiB, or a skip with the reason; in a scenario with a pool of them. */
 #define CHECK_HUGE (2u << 20)
 char *check_map_huge(size_t pages, int sharing);
+/* The same where the kernel never unmarks them, as Linux 7.3. */
+char *check_map_huge_any(size_t pages, int sharing);
+bool check_huge_marks_stay(void);
 
 #define CHECK_MAPPED	1u
 #define CHECK_DC	2u	/* VmFlags: MADV_DONTFORK */

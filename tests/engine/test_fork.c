@@ -275,7 +275,7 @@ static void a_fork_amid_anothers_gives_back_what_that_marks(void)
 
 	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
-	early_memory = check_map_huge(2, MAP_PRIVATE);
+	early_memory = check_map_huge_any(2, MAP_PRIVATE);
 	memset(early_memory, 7, 2 * CHECK_HUGE);
 	inside[0] = prepare_anothers_fork;
 	child = fork();

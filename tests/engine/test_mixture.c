@@ -25,7 +25,7 @@ enum kind {
 	SHARED,
 };
 
-static const enum kind kinds[STRETCHES] = { BASE, HUGE, HUGE, PRIVATE_FILE, SHARED, HUGE };
+static enum kind kinds[STRETCHES] = { BASE, HUGE, HUGE, PRIVATE_FILE, SHARED, HUGE };
 
 struct registration {
 	uintptr_t start, end;
@@ -288,6 +288,9 @@ static void mix(enum rf_mode mode, const char *trust, bool text)
 	unsigned long round, rounds = check_scale(12);
 	size_t i;
 
+	/* Else huge pages that are released are absent from children for good. */
+	for (i = 0; check_huge_marks_stay() && i < STRETCHES; i++)
+		kinds[i] = kinds[i] == HUGE ? BASE : kinds[i];
 	setenv("RDMAFORK_TRUST_COPYING", trust, 1);
 	check_start(mode);
 	rf_engine.tracker.reader.query &= !text;

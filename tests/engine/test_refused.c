@@ -277,7 +277,7 @@ static void shared_memory_stays_without_proc(void)
 /* They cannot be told from private ones by what mremap() does, on older kernels. */
 static void asking_maps_no_huge_page(void)
 {
-	char *shared = check_map_huge(2, MAP_SHARED);
+	char *shared = check_map_huge_any(2, MAP_SHARED);
 	size_t before = check_vmas();
 
 	CHECK(rf_sys_is_shared((uintptr_t)shared + check_page, check_page) <= 0);

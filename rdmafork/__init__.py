@@ -1,4 +1,26 @@
-"""fork() with RDMA-registered memory: safe and cheap, at no cost per registration."""
+"""fork() with RDMA-registered memory: safe and cheap, at no cost per registration.
+
+    import rdmafork
+
+    rdmafork.fork_init()                       # once, before anything is registered
+    with rdmafork.register(buffer) as region:  # or Buffer(nbytes): memory of its own
+        ...                                    # region.address, region.nbytes
+        os.fork()                              # the child does not have the buffer's pages
+
+Protection: fork_init(), register() -> Registration, register_address(), Buffer,
+    is_fork_initialized() -> ForkStatus, explain_faults().
+What is protected, and what it costs: protected_ranges() -> ProtectedRange, stats() -> Stats,
+    kernel_info() -> KernelInfo; Stats has InterceptedLibrary.
+Devices: get_device_list() -> Device, with Port and Gid; Context -> ProtectionDomain ->
+    MemoryRegion, with Access. Enums: NodeType, Transport, PortState, PhysicalState, LinkLayer,
+    GidType.
+Errors and warnings: OSError with the errno, the range and the likely cause; InheritedError in a
+    child; UnprotectedWarning, SharedPageWarning, DeviceWarning.
+For other languages: get_include(), get_library().
+
+help(rdmafork.register), and so for each of these, has arguments, errors, threads and forks.
+Everything may be called from any thread, and in a forked child.
+"""
 
 import os
 import sys
@@ -10,7 +32,7 @@ if sys.platform != "linux":
     )
 
 try:
-    from rdmafork._buffer import Buffer
+    from rdmafork._buffer import Buffer as Buffer
 except ImportError as _error:
     if _error.name == "rdmafork._buffer":
         raise ImportError(
@@ -24,8 +46,8 @@ except ImportError as _error:
         f"another version of librdmafork.so is loaded in this process ({_error}); is it in "
         f"LD_PRELOAD? Preload this package's own: {os.path.dirname(__file__)}/librdmafork.so"
     ) from None
+from rdmafork._core import Registration as Registration
 from rdmafork._core import (
-    Registration,
     explain_faults,
     fork_init,
     is_fork_initialized,
@@ -35,65 +57,47 @@ from rdmafork._core import (
     register_address,
     stats,
 )
-from rdmafork._errors import InheritedError, SharedPageWarning, UnprotectedWarning
+from rdmafork._errors import InheritedError as InheritedError
+from rdmafork._errors import SharedPageWarning as SharedPageWarning
+from rdmafork._errors import UnprotectedWarning as UnprotectedWarning
 
 TYPE_CHECKING = False  # typing takes longer to import than all of this package
 if TYPE_CHECKING:
-    from rdmafork._access import Access
-    from rdmafork._results import ForkStatus, InterceptedLibrary, KernelInfo, ProtectedRange, Stats
-    from rdmafork._verbs import Context, MemoryRegion, ProtectionDomain
-    from rdmafork._version import __version__
-    from rdmafork.devices import (
-        Device,
-        DeviceWarning,
-        Gid,
-        GidType,
-        LinkLayer,
-        NodeType,
-        PhysicalState,
-        Port,
-        PortState,
-        Transport,
-        get_device_list,
-    )
+    from rdmafork._access import Access as Access
+    from rdmafork._results import ForkStatus as ForkStatus
+    from rdmafork._results import InterceptedLibrary as InterceptedLibrary
+    from rdmafork._results import KernelInfo as KernelInfo
+    from rdmafork._results import ProtectedRange as ProtectedRange
+    from rdmafork._results import Stats as Stats
+    from rdmafork._verbs import Context as Context
+    from rdmafork._verbs import MemoryRegion as MemoryRegion
+    from rdmafork._verbs import ProtectionDomain as ProtectionDomain
+    from rdmafork._version import __version__ as __version__
+    from rdmafork.devices import Device as Device
+    from rdmafork.devices import DeviceWarning as DeviceWarning
+    from rdmafork.devices import Gid as Gid
+    from rdmafork.devices import GidType as GidType
+    from rdmafork.devices import LinkLayer as LinkLayer
+    from rdmafork.devices import NodeType as NodeType
+    from rdmafork.devices import PhysicalState as PhysicalState
+    from rdmafork.devices import Port as Port
+    from rdmafork.devices import PortState as PortState
+    from rdmafork.devices import Transport as Transport
+    from rdmafork.devices import get_device_list
 
+# What help(rdmafork) goes into: the classes have pages of their own.
 __all__ = [
     "fork_init",
-    "is_fork_initialized",
-    "ForkStatus",
-    "explain_faults",
     "register",
     "register_address",
-    "Registration",
-    "Buffer",
-    "InheritedError",
-    "UnprotectedWarning",
-    "SharedPageWarning",
+    "is_fork_initialized",
+    "explain_faults",
     "protected_ranges",
-    "ProtectedRange",
     "stats",
-    "Stats",
-    "InterceptedLibrary",
     "kernel_info",
-    "KernelInfo",
     "get_device_list",
-    "Device",
-    "Port",
-    "Gid",
-    "NodeType",
-    "Transport",
-    "PortState",
-    "PhysicalState",
-    "LinkLayer",
-    "GidType",
-    "DeviceWarning",
-    "Context",
-    "ProtectionDomain",
-    "MemoryRegion",
-    "Access",
     "get_include",
     "get_library",
-    "__version__",
 ]
 
 
@@ -128,16 +132,22 @@ if not TYPE_CHECKING:
         "_results": ("ForkStatus", "InterceptedLibrary", "KernelInfo", "ProtectedRange", "Stats"),
         "_verbs": ("Context", "MemoryRegion", "ProtectionDomain"),
         "_version": ("__version__",),
+        "devices": (
+            *("Device", "DeviceWarning", "Gid", "GidType", "LinkLayer", "NodeType"),
+            *("PhysicalState", "Port", "PortState", "Transport", "get_device_list"),
+        ),
     }
 
     def __getattr__(name):
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from importlib import import_module
+        for module, names in _LATER.items():
+            if name in names:
+                from importlib import import_module
 
-        module = next((module for module, names in _LATER.items() if name in names), "devices")
-        value = globals()[name] = getattr(import_module(f"rdmafork.{module}"), name)
-        return value
+                value = globals()[name] = getattr(import_module(f"rdmafork.{module}"), name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({*globals(), *__all__})
+        classes = {"Buffer", "InheritedError", "Registration", "SharedPageWarning"}
+        classes |= {"UnprotectedWarning", *(name for names in _LATER.values() for name in names)}
+        return sorted({*__all__, *classes, *(name for name in globals() if name[:2] == "__")})

@@ -1,7 +1,26 @@
 """What the functions of rdmafork answer."""
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+
+def fields(cls: type[Any]) -> dict[str, str]:
+    """What the docstring of cls says of each of its fields: "name: text" on lines of its own."""
+    said: dict[str, str] = {}
+    known = getattr(cls, "__annotations__", {})
+    for line in (cls.__doc__ or "").splitlines():
+        name, colon, text = line.strip().partition(": ")
+        if colon and name in known:
+            last, said[name] = name, text
+        elif said and line.strip():
+            said[last] += f" {line.strip()}"
+    return said
+
+
+def describe(cls: type[Any]) -> None:
+    """Put that where help() looks for it."""
+    for name, text in fields(cls).items():
+        getattr(cls, name).__doc__ = text
 
 
 class ForkStatus(IntEnum):
@@ -15,18 +34,24 @@ class ForkStatus(IntEnum):
 
 
 class ProtectedRange(NamedTuple):
-    """Pages that registrations touch, half open; see protected_ranges()."""
+    """Pages that registrations touch, half open; see protected_ranges().
+
+    start: address of the first byte
+    end: address behind the last one
+    registrations: how many touch them
+    on_fork: "omit", "wipe" or "keep": the first of these that a registration wants
+    protected_by: "advice": marked (``dc`` or ``wf`` in VmFlags of /proc/self/smaps), so a child
+        finds nothing there, zeros, or a copy where no single registration fills the page.
+        "kernel": the kernel copies them at fork. "pending": the next fork() decides. "shared":
+        shared memory, which fork() never moves. None: nothing, it was registered before
+        fork_init().
+    """
 
     start: int
     end: int
-    registrations: int  #: how many touch them
-    on_fork: str  #: "omit", "wipe" or "keep": the first of these that a registration wants
+    registrations: int
+    on_fork: str
     protected_by: str | None
-    """ "advice": marked (``dc`` or ``wf`` in VmFlags of /proc/self/smaps), so a child finds
-    nothing there, zeros, or a copy where no single registration fills the page.
-    "kernel": the kernel copies them at fork. "pending": the next fork() decides.
-    "shared": shared memory, which fork() never moves. None: nothing, it was registered
-    before fork_init()."""
 
     def __repr__(self) -> str:
         return (
@@ -37,58 +62,102 @@ class ProtectedRange(NamedTuple):
 
 
 class InterceptedLibrary(NamedTuple):
-    """A libibverbs in this process, and how its calls reach rdmafork; see fork_init()."""
+    """A libibverbs in this process, and how its calls reach rdmafork; see fork_init().
+
+    path: the library's file
+    needed_by: a library that was linked with it, or None
+    how: "ours": the loader has sent them here (LD_PRELOAD). "rewritten": rdmafork has changed
+        the slots that it calls through. "patched": it has no slots, and a jump lies over its
+        two functions. "refused": neither is possible, and its own fork support stays as it is.
+    why: the reason if it is refused
+    """
 
     path: str
-    needed_by: str | None  #: a library that was linked with it, or None
+    needed_by: str | None
     how: str
-    """ "ours": the loader has sent them here (LD_PRELOAD). "rewritten": rdmafork has changed the
-    slots that it calls through. "patched": it has no slots, and a jump lies over its two functions.
-    "refused": neither is possible, and its own fork support stays as it is."""
-    why: str | None  #: the reason if it is refused
+    why: str | None
 
 
 class Stats(NamedTuple):
-    """What the engine of this process holds and has done; see stats()."""
+    """What the engine of this process holds and has done; see stats().
 
-    mode: str | None  #: "lazy", "eager", or None before fork_init()
-    registrations: int  #: live
-    pending: int  #: of these, waiting for the next fork()
-    ranges: int  #: distinct page ranges counted
-    marked_ranges: int  #: runs of pages that are marked in the kernel
+    mode: "lazy", "eager", or None before fork_init()
+    registrations: live
+    pending: of these, waiting for the next fork()
+    ranges: distinct page ranges counted
+    marked_ranges: runs of pages that are marked in the kernel
+    marked_bytes: bytes in them
+    vmas: mappings that the marks add, at most
+    vma_budget: half of vm.max_map_count: no mark goes beyond it
+    left_ranges: ranges left to the kernel's copying
+    left_bytes: bytes in them
+    unreleased_bytes: released, but the kernel has not unmarked them: children lack them
+    madvise_calls: system calls made, since the process began
+    query_calls: questions asked of /proc
+    forks: through libc, since fork_init()
+    forks_unprepared: besides these, while the engine was busy: nothing new was marked
+    engine_bytes: memory the engine's own tables take
+    ibv_ranges: registrations made by others through ibv_dontfork_range(), live
+    ibv_calls: calls of ibv_dontfork_range() and ibv_dofork_range() that came here
+    ibv_unbalanced: of these, releases of what was not registered
+    gone_bytes: kept from children, and unmapped before their release or moved by mremap(),
+        which takes the mark along: as realloc() of a large block does, then children lack it at
+        its new place
+    ibv_libraries: since fork_init(intercept=True)
+    """
+
+    mode: str | None
+    registrations: int
+    pending: int
+    ranges: int
+    marked_ranges: int
     marked_bytes: int
-    vmas: int  #: mappings that the marks add, at most
-    vma_budget: int  #: half of vm.max_map_count: no mark goes beyond it
-    left_ranges: int  #: ranges left to the kernel's copying
+    vmas: int
+    vma_budget: int
+    left_ranges: int
     left_bytes: int
-    unreleased_bytes: int  #: released, but the kernel has not unmarked them: children lack them
-    madvise_calls: int  #: system calls made, since the process began
-    query_calls: int  #: questions asked of /proc
-    forks: int  #: through libc, since fork_init()
-    forks_unprepared: int  #: besides these, while the engine was busy: nothing new was marked
-    engine_bytes: int  #: memory the engine's own tables take
-    ibv_ranges: int  #: registrations made by others through ibv_dontfork_range(), live
-    ibv_calls: int  #: calls of ibv_dontfork_range() and ibv_dofork_range() that came here
-    ibv_unbalanced: int  #: of these, releases of what was not registered
-    #: kept from children, and unmapped before their release or moved by mremap(), which takes
-    #: the mark along: as realloc() of a large block does, then children lack it at its new place
+    unreleased_bytes: int
+    madvise_calls: int
+    query_calls: int
+    forks: int
+    forks_unprepared: int
+    engine_bytes: int
+    ibv_ranges: int
+    ibv_calls: int
+    ibv_unbalanced: int
     gone_bytes: int
-    ibv_libraries: tuple[InterceptedLibrary, ...]  #: since fork_init(intercept=True)
+    ibv_libraries: tuple[InterceptedLibrary, ...]
 
 
 class KernelInfo(NamedTuple):
-    """What this kernel does at fork(); see kernel_info()."""
+    """What this kernel does at fork(); see kernel_info().
+
+    release: as uname -r prints it
+    copy_on_fork: pinned pages are copied for the child
+    copy_on_fork_from: how that is known: "netlink" or "version"
+    copy_on_fork_trusted: and no race loses them (5.19 and later, some before)
+    copy_on_fork_trusted_from: how that is known: "version", "netlink", "probe" (from what the
+        kernel does with a page) or "environment" (RDMAFORK_TRUST_COPYING=0)
+    page_size: bytes of a base page
+    huge_page_sizes: bytes, of each kind of huge page in the pool, ascending
+    procmap_query: what is mapped can be asked address by address (6.11)
+    process_madvise: one system call marks many ranges
+    max_map_count: vm.max_map_count
+    memlock: RLIMIT_MEMLOCK, soft and hard, in bytes; -1: unlimited
+    """
 
     release: str
-    copy_on_fork: bool  #: pinned pages are copied for the child
-    copy_on_fork_from: str  #: how that is known: "netlink" or "version"
-    copy_on_fork_trusted: bool  #: and no race loses them (5.19 and later, some before)
-    #: how that is known: "version", "netlink", "probe" (from what the kernel does with a page)
-    #: or "environment" (RDMAFORK_TRUST_COPYING=0)
+    copy_on_fork: bool
+    copy_on_fork_from: str
+    copy_on_fork_trusted: bool
     copy_on_fork_trusted_from: str
     page_size: int
     huge_page_sizes: tuple[int, ...]
-    procmap_query: bool  #: what is mapped can be asked address by address (6.11)
-    process_madvise: bool  #: one system call marks many ranges
-    max_map_count: int  #: vm.max_map_count
-    memlock: tuple[int, int]  #: RLIMIT_MEMLOCK, soft and hard, in bytes; -1: unlimited
+    procmap_query: bool
+    process_madvise: bool
+    max_map_count: int
+    memlock: tuple[int, int]
+
+
+for _cls in ProtectedRange, InterceptedLibrary, Stats, KernelInfo:
+    describe(_cls)

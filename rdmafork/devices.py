@@ -21,6 +21,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rdmafork import _netlink, _problems
+from rdmafork._results import describe
 from rdmafork._sysfs import (
     EXHAUSTED,
     GONE,
@@ -169,10 +170,16 @@ _TRANSPORTS = {
 
 
 class Gid(NamedTuple):
-    """An entry of a port's GID table."""
+    """An entry of a port's GID table.
+
+    index: its place in the table
+    gid: "fe80::9803:9bff:fe67:ac2a", "::ffff:10.77.0.1"
+    type: what packets sent from it look like
+    netdev: the network interface it belongs to, if any
+    """
 
     index: int  # type: ignore[assignment]
-    gid: str  #: "fe80::9803:9bff:fe67:ac2a", "::ffff:10.77.0.1"
+    gid: str
     type: GidType
     netdev: str | None
 
@@ -185,6 +192,7 @@ class Gid(NamedTuple):
 
 
 Gid.__module__ = "rdmafork"
+describe(Gid)
 
 
 class _Record:
@@ -222,17 +230,27 @@ class Port(_Record):
     An attribute that could not be read then raises OSError, with its file, when it is asked for.
     gids and the MTUs are read when they are asked for, and anew each time: a table has hundreds
     of slots, and the MTUs need the device opened.
+
+    device: the Device it belongs to
+    number: from 1; a switch has 0
+    state: of the link, as the port's manager sees it; ACTIVE: packets can be sent
+    physical_state: of the wire; LINK_UP: it is connected
+    link_layer: InfiniBand or Ethernet
+    rate: in Gb/s
+    lid: the port's local identifier; 0 on Ethernet
+    sm_lid: that of the subnet manager; 0 on Ethernet
+    capability_mask: bits as in enum ibv_port_cap_flags
     """
 
     __slots__ = ()
     __module__ = "rdmafork"
 
     device: Device
-    number: int  #: from 1; a switch has 0
+    number: int
     state: PortState
     physical_state: PhysicalState
     link_layer: LinkLayer
-    rate: float  #: Gb/s
+    rate: float
     lid: int
     sm_lid: int
     capability_mask: int
@@ -314,26 +332,42 @@ class Device(_Record):
     Its attributes are what they were when it was listed; ports is read anew each time. It holds
     nothing and need not be closed. Devices are equal if name and node GUID are. An attribute whose
     file makes no sense raises OSError, which names the file, when it is asked for.
+
+    name: as in /sys/class/infiniband
+    index: the kernel's, never used twice; None where it cannot be known
+    node_type: what kind of node it is
+    transport: what its packets are
+    node_guid: the node's, 64 bits
+    sys_image_guid: the adapter's, which its devices share
+    firmware_version: as the driver says
+    board_id: the vendor's name for the board
+    uverbs_name: "uverbs0"; None where there is none
+    uverbs_path: "/dev/infiniband/uverbs0", there or not
+    driver: the kernel's: "mlx5_core"
+    numa_node: the one it is near to; None where there is none
+    pci_address: "0000:3b:00.0"
+    netdev: the network interface it belongs to
+    problem: why this process cannot use it, and what to do
     """
 
     __slots__ = ("_path", "_problem_errno")
     __module__ = "rdmafork"
 
     name: str
-    index: int | None  #: the kernel's, never used twice; None where it cannot be known
+    index: int | None
     node_type: NodeType
     transport: Transport
     node_guid: int
     sys_image_guid: int | None
     firmware_version: str | None
     board_id: str | None
-    uverbs_name: str | None  #: "uverbs0"
-    uverbs_path: str | None  #: "/dev/infiniband/uverbs0", there or not
-    driver: str | None  #: the kernel's: "mlx5_core"
+    uverbs_name: str | None
+    uverbs_path: str | None
+    driver: str | None
     numa_node: int | None
-    pci_address: str | None  #: "0000:3b:00.0"
-    netdev: str | None  #: the network interface it belongs to
-    problem: str | None  #: why this process cannot use it, and what to do
+    pci_address: str | None
+    netdev: str | None
+    problem: str | None
 
     def __init__(self, values: dict[str, object], path: str, problem_errno: int | None):
         super().__init__(values)

@@ -18,6 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 
 import rdmafork
+from rdmafork import _results
 
 PACKAGE = Path(rdmafork.__file__).parent
 DECLARING = ("_core.pyi", "_buffer.pyi", "_verbs.pyi", "_access.py", "_errors.py", "_results.py",
@@ -62,7 +63,7 @@ def linked(text: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         name, call = match[1], match[2]
-        if name not in rdmafork.__all__:
+        if name not in dir(rdmafork):
             return match[0]
         role = "func" if call else "class"
         return f":py:{role}:`{name}{'()' if call else ''} <rdmafork.{name}>`"
@@ -84,12 +85,18 @@ def words(obj: object, indent: str, of: ast.FunctionDef | None = None) -> list[s
 
 
 def comments(path: Path) -> dict[tuple[str, str], str]:
-    """What #: says of attributes."""
+    """What #: says of the members of enums."""
     if path.suffix == ".pyi":
         return {}
     analyzer = ModuleAnalyzer.for_file(str(path), f"rdmafork.{path.stem}")
     analyzer.analyze()
     return {key: " ".join(lines).strip() for key, lines in analyzer.attr_docs.items()}
+
+
+def without_fields(obj: type) -> str:
+    """The docstring as far as it is not about fields, which have places of their own."""
+    text, said = inspect.getdoc(obj) or "", _results.fields(obj)
+    return text.partition(f"\n{next(iter(said))}: ")[0] if said else text
 
 
 def attribute(name: str, kind: str, said: object) -> list[str]:
@@ -98,11 +105,11 @@ def attribute(name: str, kind: str, said: object) -> list[str]:
 
 def of_class(path: Path, node: ast.ClassDef, cls: type) -> list[str]:
     result: list[str] = []
-    notes = comments(path)
+    notes, said = comments(path), _results.fields(cls)
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            note = notes.get((node.name, item.target.id), "")
-            result += attribute(item.target.id, type_text(item.annotation), note)
+            name = item.target.id
+            result += attribute(name, type_text(item.annotation), said[name])
         elif isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
             name = item.targets[0].id
             if not name.startswith("_"):
@@ -134,11 +141,11 @@ def lines_of(name: str) -> list[str]:
     bases = [ast.unparse(base) for base in node.bases]
     kind = "exception" if issubclass(obj, Exception) else "class"
     result = [f".. py:{kind}:: {name}{shown}", ""]
-    result += words(obj if obj.__doc__ else "", "   ", init)
+    result += words(without_fields(obj) if obj.__doc__ else "", "   ", init)
     public = [base for base in bases if not base.startswith("_")]
     if public:
         bases_text = ", ".join(
-            f":py:class:`{base} <rdmafork.{base}>`" if base in rdmafork.__all__ else f"``{base}``"
+            f":py:class:`{base} <rdmafork.{base}>`" if base in dir(rdmafork) else f"``{base}``"
             for base in public
         )
         result += [f"   Base: {bases_text}.", ""]

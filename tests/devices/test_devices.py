@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import inspect
 import json
 import os
 import pickle
@@ -333,8 +334,10 @@ def test_importing_costs_no_heavy_module(use, comes):
 
 
 def test_every_name_of_the_package_is_there():
-    assert set(rdmafork.__all__) <= set(dir(rdmafork))
-    assert all(getattr(rdmafork, name) for name in rdmafork.__all__)
+    assert {*rdmafork.__all__, "Buffer", "Device", "__version__"} <= set(dir(rdmafork))
+    assert all(hasattr(rdmafork, name) for name in dir(rdmafork))
+    given = {name for name in vars(rdmafork) if name[0] != "_"}
+    assert {n for n in given if inspect.isclass(getattr(rdmafork, n))} <= set(dir(rdmafork))
     assert rdmafork.get_device_list is devices.get_device_list
     with pytest.raises(AttributeError):
         _ = rdmafork.nonsense

@@ -263,7 +263,7 @@ def others(surface):
 
 
 def classes():
-    found = [getattr(rdmafork, name) for name in rdmafork.__all__]
+    found = [getattr(rdmafork, name) for name in dir(rdmafork)]
     found = [kind for kind in found if inspect.isclass(kind)]
     # Those that nobody is given, but anybody can reach.
     hidden = [
@@ -281,7 +281,7 @@ def _registered():
 
 
 def functions():
-    found = [getattr(rdmafork, name) for name in rdmafork.__all__]
+    found = [getattr(rdmafork, name) for name in dir(rdmafork)]
     for module in (_core, _buffer, _verbs, _dlpack):
         found += [f for f in vars(module).values() if inspect.isbuiltin(f) or inspect.isroutine(f)]
     here = [

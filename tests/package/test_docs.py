@@ -1,5 +1,6 @@
 """README and the documentation: every snippet runs, links lead somewhere, named tests exist."""
 
+import pydoc
 import re
 import runpy
 from pathlib import Path
@@ -10,6 +11,7 @@ import snippets
 from snippets import PAGES, ROOT
 
 import rdmafork
+from rdmafork._results import fields
 
 SNIPPETS = snippets.all_snippets()
 # What shows something and executes nothing; the others of MyST do not occur.
@@ -153,7 +155,7 @@ def listed(page, directive):
 
 
 def test_every_name_of_the_package_is_in_the_reference():
-    assert listed("api.md", "api") == set(rdmafork.__all__) - {"__version__"}
+    assert listed("api.md", "api") == {name for name in dir(rdmafork) if name[0] != "_"}
 
 
 def test_every_function_of_the_header_is_in_the_reference():
@@ -169,3 +171,19 @@ def test_drawings_take_the_colours_of_the_page():
     for drawing in drawings:
         text = drawing.read_text()
         assert "currentColor" in text and "black" not in text and "white" not in text, drawing
+
+
+def test_help_is_a_page_and_leads_to_all_there_is():
+    text = pydoc.plain(pydoc.render_doc(rdmafork))
+    assert len(text.splitlines()) < 200
+    opening = text.partition("PACKAGE CONTENTS")[0]
+    public = {name for name in dir(rdmafork) if name[0] != "_"}
+    assert not {name for name in public if not re.search(rf"\b{name}\b", opening)}
+
+
+def test_help_has_a_sentence_for_each_field_of_each_result():
+    for cls in rdmafork.Gid, rdmafork.KernelInfo, rdmafork.ProtectedRange, rdmafork.Stats:
+        assert not [f for f in cls._fields if "Alias for" in getattr(cls, f).__doc__], cls
+    for cls in rdmafork.Device, rdmafork.Port:
+        said = fields(cls)
+        assert not [name for name in cls.__annotations__ if not said.get(name)], cls

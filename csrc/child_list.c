@@ -164,10 +164,11 @@ static int collect_area(struct collection *to, uintptr_t start, uintptr_t end, u
 	return rc;
 }
 
-/* Pages that wait to be unmarked may be unmapped by now. */
+/* Of pages that wait to be unmarked a child lacks those that one registration has filled. */
 static uint8_t finds_on(const struct rf_range *range)
 {
-	if (!rf_range_is_counted(range) && range->flags & (RF_RANGE_RETRY | RF_RANGE_STUCK))
+	if (!rf_range_is_counted(range) && range->flags & RF_RANGE_TO_UNMARK &&
+	    !(range->flags & RF_RANGE_PARTIAL))
 		return RF_FINDS_NOTHING;
 	return (uint8_t)rf_range_finds(range);
 }

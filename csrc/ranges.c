@@ -392,6 +392,8 @@ static inline void count_less(struct rf_range *piece, const struct rf_change *ch
 	if (rf_range_is_counted(piece))
 		return;
 	piece->flags &= (uint8_t)~(RF_RANGE_DOUBT | RF_RANGE_DUE);
+	if (change->finds == RF_FINDS_COPY)
+		piece->flags |= RF_RANGE_PARTIAL;
 	if (change->remark)
 		piece->mark = change->mark;
 }

@@ -77,6 +77,8 @@ enum rf_nature {
 #define RF_RANGE_RETRY	4u
 /* Released, and never unmarked while it is mapped: huge pages on 7.3, [vvar] everywhere. */
 #define RF_RANGE_STUCK	8u
+/* Its last registration did not fill it: while it is marked a child has its bytes. */
+#define RF_RANGE_PARTIAL 16u
 
 struct rf_range {
 	uintptr_t start, end;

@@ -540,6 +540,13 @@ def mappings_now():
     return count
 
 
+@functools.cache
+def marks_stay():
+    """Does this kernel never unmark huge pages, as Linux 7.3? To madvise() the vDSO is like one."""
+    libc.getauxval.restype = ctypes.c_ulong
+    return libc.madvise(libc.getauxval(33), PAGE, 11) != 0  # AT_SYSINFO_EHDR, MADV_DOFORK
+
+
 def marked(start, nbytes):
     """The page addresses in [start, start + nbytes) that a child will not get."""
     maps = [m for m in smaps() if "dc" in m.flags]

@@ -170,6 +170,8 @@ static void sub(size_t which)
 		if (is_counted(page))
 			continue;
 		page->flags &= (uint8_t)~(RF_RANGE_DOUBT | RF_RANGE_DUE);
+		if (less.finds == RF_FINDS_COPY)
+			page->flags |= RF_RANGE_PARTIAL;
 		if (less.remark)
 			page->mark = RF_MARK_NONE;
 	}

@@ -98,7 +98,10 @@ static bool child_reads_huge(const char *huge)
 	return check_child_reads(huge) && check_child_reads(huge + CHECK_HUGE - 1);
 }
 
-/* Released huge pages are absent from children, which is told until they are unmapped. */
+/*
+ * Huge pages that a registration has filled are absent from children once they are released,
+ * too. That is told until they are unmapped.
+ */
 static void released_huge_pages_are_told(enum rf_mode mode)
 {
 	char *huge = check_map_huge_any(3, MAP_PRIVATE);
@@ -119,6 +122,8 @@ static void released_huge_pages_are_told(enum rf_mode mode)
 	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 2 * CHECK_HUGE, "%lu",
 	      (unsigned long)stats.unreleased_bytes);
 	CHECK(!check_child_reads(huge) && child_reads_huge(huge + 2 * CHECK_HUGE));
+	/* What was never registered is not lost. */
+	CHECK(child_reads_huge(huge + CHECK_HUGE));
 	/* Registered once more, it is like any other. */
 	part = check_register(huge + 777, 5000, RF_HELD);
 	check_fork();

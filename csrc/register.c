@@ -183,9 +183,7 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
-	slot = rf_registry_take(&engine->registry, &index);
-	slot->start = start;
-	slot->end = start + nbytes;
+	slot = rf_registry_take(&engine->registry, start, start + nbytes, &index);
 	slot->policy = (uint8_t)policy;
 	slot->flags = flags & RF_HELD ? RF_SLOT_HELD : 0;
 	handle->serial = slot->serial;

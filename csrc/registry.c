@@ -8,6 +8,7 @@ void rf_registry_init(struct rf_registry *registry)
 	memset(registry, 0, sizeof(*registry));
 	registry->slots.item_size = sizeof(struct rf_slot);
 	registry->origins.item_size = sizeof(struct rf_origin);
+	registry->page_mask = rf_sys_page_size() - 1;
 	registry->first_listed = RF_SLOT_NONE;
 	registry->last_listed = RF_SLOT_NONE;
 }
@@ -38,14 +39,17 @@ void rf_registry_check(const struct rf_registry *registry)
 {
 	uint32_t index, live = 0, listed = 0, waiting = 0, before = RF_SLOT_NONE;
 	const struct rf_slot *slot;
+	uint64_t page_bytes = 0;
 
 	for (index = 0; index < registry->touched; index++) {
 		slot = rf_registry_slot(registry, index);
 		RF_ASSERT(slot->serial <= registry->last_serial);
 		RF_ASSERT(!slot->serial || slot->serial > registry->inherited);
 		live += slot->serial != 0;
+		page_bytes += slot->serial ? rf_registry_slot_page_bytes(registry, slot) : 0;
 	}
 	RF_ASSERT(live == registry->live);
+	RF_ASSERT(page_bytes == registry->page_bytes);
 	for (index = registry->free_slot; index; index = slot->next) {
 		slot = rf_registry_slot(registry, index - 1);
 		RF_ASSERT(!slot->serial);
@@ -63,5 +67,5 @@ void rf_registry_check(const struct rf_registry *registry)
 	RF_ASSERT(before == registry->last_listed);
 	RF_ASSERT(listed == registry->listed);
 	RF_ASSERT(waiting == registry->waiting);
-	(void)live, (void)listed, (void)waiting, (void)before;
+	(void)live, (void)listed, (void)waiting, (void)before, (void)page_bytes;
 }

@@ -59,6 +59,8 @@ struct rf_registry {
 	uint32_t first_listed, last_listed;
 	uint64_t last_serial;
 	uint64_t inherited;	/* serials up to here are the parent's */
+	uint64_t page_bytes;	/* of all that live, each rounded to base pages, as VmPin has it */
+	uintptr_t page_mask;
 };
 
 void rf_registry_init(struct rf_registry *registry);
@@ -86,8 +88,17 @@ static inline struct rf_slot *rf_registry_slot(const struct rf_registry *registr
 	return (struct rf_slot *)registry->slots.items + index;
 }
 
-/* Take a slot; there is room. Its policy, bytes and flags are the caller's to set. */
-static inline struct rf_slot *rf_registry_take(struct rf_registry *registry, uint32_t *index)
+static inline uint64_t rf_registry_slot_page_bytes(const struct rf_registry *registry,
+						   const struct rf_slot *slot)
+{
+	const uintptr_t mask = registry->page_mask;
+
+	return slot->start == slot->end ? 0 : ((slot->end + mask) & ~mask) - (slot->start & ~mask);
+}
+
+/* Take a slot for [@start, @end); there is room. Its policy and flags are the caller's to set. */
+static inline struct rf_slot *rf_registry_take(struct rf_registry *registry, uintptr_t start,
+					       uintptr_t end, uint32_t *index)
 {
 	struct rf_slot *slot;
 
@@ -100,10 +111,13 @@ static inline struct rf_slot *rf_registry_take(struct rf_registry *registry, uin
 		*index = registry->touched++;
 		slot = rf_registry_slot(registry, *index);
 	}
+	slot->start = start;
+	slot->end = end;
 	slot->serial = ++registry->last_serial;
 	slot->start_shift = 0;
 	slot->end_shift = 0;
 	registry->live++;
+	registry->page_bytes += rf_registry_slot_page_bytes(registry, slot);
 	return slot;
 }
 
@@ -113,6 +127,7 @@ static inline void rf_registry_put(struct rf_registry *registry, uint32_t index)
 	struct rf_slot *slot = rf_registry_slot(registry, index);
 
 	RF_ASSERT(slot->serial && !(slot->flags & RF_SLOT_LISTED));
+	registry->page_bytes -= rf_registry_slot_page_bytes(registry, slot);
 	slot->serial = 0;
 	slot->flags = 0;
 	slot->next = registry->free_slot;

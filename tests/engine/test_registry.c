@@ -20,11 +20,13 @@ static size_t live_count, dead_count;
 
 static struct rf_handle take(void)
 {
+	const uintptr_t start = 0x10000 + check_below(8 * 4096);
 	uint32_t index;
 	struct rf_slot *slot;
 
 	CHECK(rf_registry_reserve(&registry) == 0);
-	slot = rf_registry_take(&registry, &index);
+	/* Of any length, most often not of whole pages. */
+	slot = rf_registry_take(&registry, start, start + check_below(3 * 4096), &index);
 	slot->flags = 0;
 	return (struct rf_handle){ .serial = slot->serial, .slot = index };
 }
@@ -122,6 +124,29 @@ static void a_stale_handle_never_names_the_slots_new_owner(void)
 	CHECK(!rf_registry_find(&registry, wrong, &why) && why == -ESTALE);
 }
 
+/* As VmPin counts what is pinned: whole pages, each registration's by themselves. */
+static void bytes_are_counted_in_whole_pages(void)
+{
+	const uint64_t page = rf_sys_page_size();
+	uint32_t index, other;
+
+	rf_registry_init(&registry);
+	CHECK(rf_registry_reserve(&registry) == 0);
+	(void)rf_registry_take(&registry, 4 * page + 1, 5 * page + 1, &index);
+	CHECK(registry.page_bytes == 2 * page);
+	CHECK(rf_registry_reserve(&registry) == 0);
+	(void)rf_registry_take(&registry, 4 * page, 5 * page, &other);
+	CHECK(registry.page_bytes == 3 * page);
+	CHECK(rf_registry_reserve(&registry) == 0);
+	(void)rf_registry_take(&registry, 7 * page + 1, 7 * page + 1, &other);
+	CHECK(registry.page_bytes == 3 * page);
+	rf_registry_put(&registry, index);
+	CHECK(registry.page_bytes == page);
+	rf_registry_check(&registry);
+	rf_registry_clear(&registry);
+	CHECK(registry.page_bytes == 0);
+}
+
 static void the_list_keeps_its_order_whatever_leaves_it(void)
 {
 	/* All orders in which four leave, and all first members. */
@@ -206,6 +231,7 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(random_operations_agree_with_the_model),
 		SCENARIO(a_stale_handle_never_names_the_slots_new_owner),
+		SCENARIO(bytes_are_counted_in_whole_pages),
 		SCENARIO(the_list_keeps_its_order_whatever_leaves_it),
 		SCENARIO(a_pair_costs_the_same_with_a_million_live),
 	};

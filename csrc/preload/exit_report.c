@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #define _GNU_SOURCE /* secure_getenv() */
 #include "exit_report.h"
-#include "engine.h"
+#include "fork.h"
 #include "fork_callers.h"
 #include "intercept.h"
 #include "json.h"
+#include "pinned.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -20,6 +21,10 @@ static struct {
 	char path[4096], rank[64], failure[384];
 	uint64_t handler_ns, handler_max_ns;
 	uint64_t absent_bytes, absent_last_bytes;
+	/* Pinned beyond what is registered here: the most there was, and forks that found some. */
+	uint64_t elsewhere_max_bytes, elsewhere_forks;
+	bool unread;		/* the kernel could not be asked */
+	bool device_unserved;	/* a device is open, and no libibverbs was found */
 	/* Each taken by one store, then written by the thread that made it. */
 	uint32_t warnings;
 	struct warning {
@@ -142,7 +147,28 @@ static void put_warnings(struct rf_json *json)
 			rf_json_string(json, NULL, report.warning[i].line);
 }
 
-/* ---- At a fork ---- */
+/* ---- At a fork, and as it ends ---- */
+
+/*
+ * Bytes that are pinned and not registered here; at least so many, as not all that is
+ * registered is pinned. The engine is entered: who registers here does it before pinning, and
+ * releases after, so of what is known no more can be pinned than is registered.
+ */
+static uint64_t look_at_pins(void)
+{
+	int64_t pinned = rf_pinned_bytes();
+	uint64_t registered = rf_engine.registry.page_bytes, elsewhere;
+
+	report.unread |= pinned < 0;
+	elsewhere = pinned > 0 && (uint64_t)pinned > registered ? (uint64_t)pinned - registered
+								: 0;
+	if (elsewhere > report.elsewhere_max_bytes)
+		report.elsewhere_max_bytes = elsewhere;
+	/* The descriptors are many, and listed only where something is amiss, or at the end. */
+	if (elsewhere && !report.device_unserved && !rf_intercept_any())
+		report.device_unserved = rf_pinned_has_device();
+	return elsewhere;
+}
 
 void rf_exit_report_fork(uint64_t began)
 {
@@ -156,6 +182,9 @@ void rf_exit_report_fork(uint64_t began)
 	ns = rf_sys_now() - began;
 	report.handler_ns += ns;
 	report.handler_max_ns = ns > report.handler_max_ns ? ns : report.handler_max_ns;
+	/* What the report alone costs, some 20 us, is not counted as the engine's. */
+	if (*report.path)
+		report.elsewhere_forks += look_at_pins() != 0;
 	rf_fork_callers_count();
 }
 
@@ -165,6 +194,10 @@ void rf_exit_report_clear(void)
 	report.handler_max_ns = 0;
 	report.absent_bytes = 0;
 	report.absent_last_bytes = 0;
+	report.elsewhere_max_bytes = 0;
+	report.elsewhere_forks = 0;
+	report.unread = false;
+	report.device_unserved = false;
 	report.warnings = 0;
 	memset(report.warning, 0, sizeof(report.warning));
 	rf_fork_callers_clear();
@@ -227,6 +260,25 @@ static bool put_numbers(struct rf_json *json)
 	return known;
 }
 
+static void put_pins(struct rf_json *json)
+{
+	if (rf_enter(0) >= 0) {
+		(void)look_at_pins();
+		rf_leave();
+	}
+	if (!rf_intercept_any())
+		report.device_unserved |= rf_pinned_has_device();
+	if (report.unread && !report.elsewhere_max_bytes) {
+		rf_json_string(json, "pinned_elsewhere", NULL);
+	} else {
+		rf_json_open(json, "pinned_elsewhere", '{');
+		rf_json_number(json, "max", report.elsewhere_max_bytes);
+		rf_json_number(json, "forks", report.elsewhere_forks);
+		rf_json_close(json, '}');
+	}
+	rf_json_number(json, "device_unserved", report.device_unserved);
+}
+
 static void put_libraries(struct rf_json *json)
 {
 	static struct rf_library libraries[RF_LIBRARIES];
@@ -254,6 +306,8 @@ static void put_line(struct rf_json *json)
 	put_kernel(json);
 	known = put_numbers(json);
 	put_libraries(json);
+	/* After a look at which libraries there are. */
+	put_pins(json);
 	rf_json_open(json, "errors", '[');
 	if (*report.failure)
 		rf_json_string(json, NULL, report.failure);

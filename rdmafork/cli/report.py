@@ -28,8 +28,9 @@ columns:
   forks      calls of fork() through libc
   in fork()  the longest time that rdmafork's fork handlers took
   absent     bytes that were kept from children, and so not copied
-  left       bytes left to the kernel's copying: slow, and safe only where that
-             can be trusted; `rdmafork doctor` says whether it can
+  left       bytes left to the kernel's copying, with those that were pinned
+             without a call of libibverbs: slow, and safe only where that can be
+             trusted; `rdmafork doctor` says whether it can
 
 A process that ended by a signal or by _exit(), as dash and the workers of
 Python's multiprocessing do, wrote no report.

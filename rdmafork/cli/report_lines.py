@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from rdmafork.cli import terminal
+
 FAR = 3  # times the median is far from the rest
 
 
@@ -35,7 +37,7 @@ class Process(NamedTuple):
     handler_ns: int  #: in fork handlers, all together
     handler_max_ns: int
     absent_bytes: int  #: pinned, and absent from children instead of copied
-    left_bytes: int  #: left to the kernel's copying
+    left_bytes: int  #: left to the kernel's copying, known here or not
     unbalanced: int  #: releases of what was not registered
     callers: tuple[tuple[str, int], ...]  #: who forked, how often
     troubles: tuple[str, ...]
@@ -86,7 +88,7 @@ def _process(line: dict[str, Any]) -> Process:
         handler_ns=_part(line, "handler_ns", "total"),
         handler_max_ns=_part(line, "handler_ns", "max"),
         absent_bytes=_part(line, "absent_bytes", "total"),
-        left_bytes=_part(line, "left_bytes", "total"),
+        left_bytes=_part(line, "left_bytes", "total") + _pinned_elsewhere(line),
         unbalanced=_part(line, "unbalanced", "total"),
         callers=callers,
         troubles=tuple(_troubles(line)),
@@ -114,6 +116,13 @@ def _part(line: dict[str, Any], name: str, part: str) -> int:
     return _number(value.get(part, 0) if isinstance(value, dict) else value)
 
 
+def _pinned_elsewhere(line: dict[str, Any]) -> int:
+    """Bytes pinned without a call that arrived, but for what a library that is not served pins."""
+    refused = any(library["how"] == "refused" for library in line.get("libraries") or ())
+    known = refused or line.get("pinned_elsewhere") is None
+    return 0 if known else _part(line, "pinned_elsewhere", "max")
+
+
 def _troubles(line: dict[str, Any]) -> Iterator[str]:
     """What somebody should look at."""
     for error in line.get("errors") or ():
@@ -123,6 +132,15 @@ def _troubles(line: dict[str, Any]) -> Iterator[str]:
             yield f"{library['path']} is not served: {library.get('why') or 'no reason given'}"
     if _part(line, "unbalanced", "total"):
         yield "memory was released more often than registered"
+    if nbytes := _pinned_elsewhere(line):
+        kernel = line.get("kernel") or {}
+        does = "copies" if kernel.get("copy_trusted") else "may lose"
+        pinned = f"{terminal.size(nbytes)} pinned by something that does not call libibverbs"
+        yield f"{pinned}; fork() {does} what of it is private"
+    elif line.get("pinned_elsewhere", 0) is None:
+        yield "what is pinned could not be read in /proc"
+    if _part(line, "device_unserved", "total"):
+        yield "a device was open and no libibverbs was found: what it registered is not protected"
 
 
 # ---- what stands out --------------------------------------------------------------------

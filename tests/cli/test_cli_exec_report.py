@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 
-from conftest import PAGE, TIMEOUT, both_modes, environment
+import pytest
+from conftest import PAGE, TIMEOUT, both_modes, environment, needs_pins
 from test_cli_report import line
 
+import rdmafork
 from rdmafork.cli import launchers, main
 
 RDMAFORK = [sys.executable, "-m", "rdmafork"]
@@ -24,6 +26,24 @@ with rdmafork.register(memory):
         if not child:
             os._exit(0)
         os.waitpid(child, 0)
+"""
+
+
+# VmPin with pages pinned by io_uring, which no call here tells of; then so many forks.
+PINNING = f"""
+import mmap, os, sys, rdmafork
+from rdmafork import _pins
+registers, forks = map(int, sys.argv[1:])
+memory = mmap.mmap(-1, {NBYTES}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.madvise(mmap.MADV_NOHUGEPAGE)
+memory[::{PAGE}] = b"x" * 64
+regions = [rdmafork.register(memory) for _ in range(registers)]
+with _pins.Pins(memory):
+    for _ in range(forks):
+        if not os.fork():
+            sys.exit()  # with a report of its own
+        os.wait()
+print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmPin")])
 """
 
 
@@ -73,6 +93,76 @@ def test_who_forked_is_traced(tmp_path):
     execute("--report", str(path), "--trace-forks", "--", sys.executable, "-c", FORKING, "2")
     (caller,) = lines(path)[0]["fork_callers"]
     assert caller["count"] == 2 and "python" in caller["object"]
+
+
+def report_of(tmp_path, source, *arguments, env=None):
+    """The line that the process wrote, those of its children, status of `rdmafork report`."""
+    path = tmp_path / "r.json"
+    command = [*RDMAFORK, "exec", "--report", str(path), "--", sys.executable, "-c", source]
+    done = subprocess.run(
+        [*command, *map(str, arguments)], env=environment(env or {}), capture_output=True,
+        text=True, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, ""), done
+    found = lines(path)
+    (first,) = [each for each in found if each["ppid"] == os.getpid()]
+    return first, [each for each in found if each is not first], main(["report", str(path)])
+
+
+@needs_pins
+@pytest.mark.parametrize("env", [{}, {"RDMAFORK_TRUST_COPYING": "0"}])
+def test_what_is_pinned_without_calls_that_arrive_here_is_told(tmp_path, capsys, env):
+    found, children, status = report_of(tmp_path, PINNING, 0, 2, env=env)
+    assert found["pinned_elsewhere"] == {"max": NBYTES, "forks": 2}
+    assert [child["pinned_elsewhere"] for child in children] == [{"max": 0, "forks": 0}] * 2
+    assert status == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    trusted = rdmafork.kernel_info().copy_on_fork_trusted and not env
+    does = "fork() copies what of it is private" if trusted else "fork() may lose what of it"
+    assert "256 KiB pinned by something that does not call libibverbs" in shown
+    assert does in shown and "0 bytes left to the kernel's copying" not in shown
+
+
+# It ends with its pages still pinned, and perhaps with 40,000 characters of groups.
+PINNED_AT_EXIT = (
+    PINNING.replace("with _pins.Pins(memory):", "if pins := _pins.Pins(memory):")
+    + """
+import ctypes
+ctypes.CDLL(None).exit(0)
+"""
+)
+MANY_GROUPS = "import os; os.setgroups(range(1_000_000, 1_005_000))\n"
+
+
+@needs_pins
+@pytest.mark.parametrize("prefix", ["", MANY_GROUPS], ids=["plain", "groups"])
+def test_what_is_pinned_at_the_end_is_told_although_nobody_forked(tmp_path, prefix):
+    if prefix and os.geteuid():
+        pytest.skip("needs root, to have many groups")
+    found, _, status = report_of(tmp_path, prefix + PINNED_AT_EXIT, 0, 0)
+    assert (found["pinned_elsewhere"], status) == ({"max": NBYTES, "forks": 0}, 1)
+
+
+def test_what_the_kernel_could_not_be_asked_is_no_zero(tmp_path, capsys):
+    if os.geteuid():
+        pytest.skip("needs root, to go where there is no /proc")
+    text = execute(
+        "--report", "-", "--", sys.executable, "-c", f"import os; os.chroot({str(tmp_path)!r})"
+    )
+    assert json.loads(text)["pinned_elsewhere"] is None
+    (tmp_path / "r.json").write_text(text)
+    assert main(["report", str(tmp_path / "r.json")]) == 1
+    assert "what is pinned could not be read in /proc" in capsys.readouterr().out
+
+
+@needs_pins
+@pytest.mark.parametrize("registered", [1, 2])
+@pytest.mark.parametrize("env", [{}, {"RDMAFORK_TRUST_COPYING": "0"}])
+def test_what_is_pinned_and_registered_is_not(tmp_path, capsys, registered, env):
+    found, _, status = report_of(tmp_path, PINNING, registered, 2, env=env)
+    assert found["pinned_elsewhere"] == {"max": 0, "forks": 0}
+    assert status == 0
+    assert "0 bytes left to the kernel's copying" in " ".join(capsys.readouterr().out.split())
 
 
 def test_ranks_are_merged_into_one_table(tmp_path, capsys):

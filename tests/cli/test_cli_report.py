@@ -31,6 +31,8 @@ def line(rank=0, /, **changed):
         "left_bytes": 0,
         "unbalanced": 0,
         "gone_bytes": 0,
+        "pinned_elsewhere": {"max": 0, "forks": 0},
+        "device_unserved": 0,
         "libraries": [{"path": LIBRARY, "how": "ours", "why": None}],
         "errors": [],
         "fork_callers": [{"symbol": "os_fork", "object": "/usr/bin/python3.11", "count": 4}],
@@ -124,6 +126,28 @@ def test_a_broken_line_is_told_and_the_others_are_read(report, broken, why):
     assert status == 1 and [row.split()[0] for row in lines[1:3]] == ["0", "1"]
     (error,) = errors
     assert error.startswith("rdmafork report: ") and f"r.json:2: {why}" in error
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"kernel": {"copy_trusted": 1}}, "64 MiB pinned by something that does not call"),
+        ({"kernel": {"copy_trusted": 1}}, "fork() copies what of it is private"),
+        ({"kernel": {"copy_trusted": 0}}, "fork() may lose what of it is private"),
+        ({"pinned_elsewhere": None}, "what is pinned could not be read in /proc"),
+        ({"device_unserved": 1, "pinned_elsewhere": {}}, "a device was open and no libibverbs"),
+    ],
+)
+def test_what_is_pinned_elsewhere_is_to_be_looked_at(report, changed, told):
+    pins = {"pinned_elsewhere": {"max": 64 << 20, "forks": 3}}
+    status, lines, _ = report([line(0, **pins | changed)])
+    assert status == 1 and told in " ".join(" ".join(lines).split())
+
+
+def test_what_a_library_pins_that_is_not_served_is_told_of_that_library(report):
+    refused = [{"path": LIBRARY, "how": "refused", "why": "its calls are bound inside"}]
+    _, lines, _ = report([line(0, libraries=refused, pinned_elsewhere={"max": 9, "forks": 1})])
+    assert "is not served" in " ".join(lines) and "pinned by something" not in " ".join(lines)
 
 
 def test_who_forked_is_added_up_over_all(report):

@@ -423,6 +423,29 @@ def _devices(path, keep):
     assert caught.value.errno == errno.ENOENT
 
 
+OPENS = """
+import os, subprocess, sys
+subprocess.run(["mount", "-t", "tmpfs", "none", "/dev/infiniband"], check=True)
+os.mknod("/dev/infiniband/uverbs0", 0o600 | 0o020000, os.makedev(1, 5))
+os.open("/dev/infiniband/uverbs0", os.O_RDWR)
+if sys.argv[1:]:
+    import ctypes
+    ctypes.CDLL(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_device_that_no_libibverbs_was_found_for_is_told(build, device_directory, report, served):
+    path, lines = report
+    command = [*NAMESPACE, sys.executable, "-c", OPENS, *([build()] if served else [])]
+    done = execute(command, {"RDMAFORK_REPORT": str(path)})
+    if b"PermissionError" in done.stderr:
+        pytest.skip("no device files can be made here")
+    assert done.returncode == 0, done.stderr
+    (line,) = [each for each in lines() if each["program"] == sys.executable]
+    assert line["device_unserved"] == (not served)
+
+
 def test_a_child_short_of_descriptors_has_no_device_either(build, device_directory):
     library = rdmafork.get_library()
     try:

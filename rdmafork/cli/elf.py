@@ -4,6 +4,8 @@
                              ├ PT_DYNAMIC  DT_NEEDED: the libraries it is linked with
                              │             DT_JMPREL, DT_RELA, DT_REL: relocations, each of a symbol
                              └ PT_LOAD     what lies where in memory, and so in the file
+           └ section headers ─ SHT_SYMTAB  all functions, unless it was stripped
+                             └ SHT_DYNSYM  those that other files may call
 
 A library's call of a function of its own can be answered by another library only where it has a
 relocation for it: linked with -Bsymbolic-functions it has none, and calls itself directly.
@@ -18,6 +20,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 _PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
+_SHT_SYMTAB, _SHT_DYNSYM, _STT_FUNC = 2, 11, 2
 _DT_NEEDED, _DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB = 1, 2, 5, 6
 _DT_RELA, _DT_RELASZ, _DT_REL, _DT_RELSZ, _DT_PLTREL, _DT_JMPREL = 7, 8, 17, 18, 20, 23
 
@@ -45,6 +48,13 @@ class Machine(NamedTuple):
 class _Segment(NamedTuple):
     kind: int
     offset: int
+    address: int
+    nbytes: int
+
+
+class _Symbol(NamedTuple):
+    name: int  #: where that is in the file
+    kind: int
     address: int
     nbytes: int
 
@@ -102,6 +112,46 @@ class Elf:
             if address and nbytes:
                 found |= set(self._symbols(kind == _DT_RELA, address, nbytes))
         return {self._name(name) for name in found}
+
+    def function_at(self, address: int) -> str | None:
+        """The function whose code lies at an address of the file, loaded where it says."""
+        for symbol in self._defined():
+            if symbol.kind == _STT_FUNC and 0 <= address - symbol.address < symbol.nbytes:
+                return self._string(symbol.name)
+        return None
+
+    def address_of(self, name: str) -> int | None:
+        """Where a symbol is that the file defines."""
+        for symbol in self._defined():
+            if self._string(symbol.name) == name:
+                return symbol.address
+        return None
+
+    def _defined(self) -> Iterator[_Symbol]:
+        """What .symtab and .dynsym say that this file itself defines."""
+        wide = self.machine.bits == 64
+        (start,) = self._read("Q", 40) if wide else self._read("I", 32)
+        size, count = self._read("HH", 58 if wide else 46)
+        for at in range(start, start + size * count, size or 1) if start else ():
+            kind, offset, nbytes, link = self._section(at)
+            if kind not in (_SHT_SYMTAB, _SHT_DYNSYM):
+                continue
+            strings = self._section(start + size * link)[1]
+            for entry in range(offset, offset + nbytes, 24 if wide else 16):
+                if wide:
+                    name, info, _, section, address, length = self._read("IBBHQQ", entry)
+                else:
+                    name, address, length, info, _, section = self._read("IIIBBH", entry)
+                if section:
+                    yield _Symbol(strings + name, info & 15, address, length)
+
+    def _section(self, at: int) -> tuple[int, int, int, int]:
+        """Kind, place in the file, bytes, the section that it refers to."""
+        if self.machine.bits == 64:
+            _, kind, _, _, offset, nbytes, link = self._read("IIQQQQI", at)
+        else:
+            _, kind, _, _, offset, nbytes, link = self._read("IIIIIII", at)
+        return kind, offset, nbytes, link
 
     def _symbols(self, addends: bool, address: int, nbytes: int) -> Iterator[int]:
         """Where the names of a relocation table's symbols are among the strings."""

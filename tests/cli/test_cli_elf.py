@@ -42,6 +42,31 @@ def test_it_reads_what_readelf_reads(path):
         assert str(elf.machine).startswith(f"{elf.machine.bits}-bit ")
 
 
+@pytest.mark.parametrize("path", FILES)
+def test_its_functions_are_those_of_readelf(path):
+    rows = re.findall(
+        r"^ *\d+: ([0-9a-f]+) +(\d+) FUNC +\S+ +\S+ +\d+ (\S+)", readelf("-W", "-s", path), re.M
+    )
+    defined = {(int(at, 16), int(n), name.partition("@")[0]) for at, n, name in rows if int(n)}
+    assert defined or not rows
+    with Elf(path) as elf:
+        for at, nbytes, name in sorted(defined)[:: max(1, len(defined) // 50)]:
+            starts = {other for place, _, other in defined if place == at}
+            assert elf.function_at(at) in starts, name
+            assert elf.function_at(at + nbytes - 1) in {
+                other for place, n, other in defined if place <= at + nbytes - 1 < place + n
+            }
+        assert elf.function_at(0) is None and elf.function_at(1 << 62) is None
+
+
+def test_where_a_symbol_is():
+    with Elf(rdmafork.get_library()) as elf:
+        assert elf.function_at(elf.address_of("rf_register")) == "rf_register"
+        assert elf.address_of("rf_registe") is None
+        # Called, and defined elsewhere.
+        assert elf.address_of("madvise") is None
+
+
 def test_machines_have_names():
     assert str(Machine(64, "<", 62)) == "64-bit x86-64"
     assert str(Machine(32, "<", 3)) == "32-bit i386"
@@ -97,6 +122,7 @@ def test_broken_files_are_no_worse_than_not_elf(tmp_path):
         try:
             with Elf(str(path)) as elf:
                 _ = elf.machine, elf.interpreter, elf.needed, elf.imports()
+                _ = elf.function_at(0x8000), elf.address_of("rf_abi")
         except NotElf:
             failed += 1
     assert failed

@@ -288,6 +288,13 @@ struct rf_stats {
 /* Fills *@stats. 0, or -EDEADLK. */
 RF_API int rf_stats(struct rf_stats *stats);
 
+/*
+ * Points to the bytes that the live registrations touch, in whole pages and each counted by
+ * itself: VmPin is no more, unless somebody pins what is not registered. For those who read
+ * another process's memory, as "rdmafork doctor --pid" does.
+ */
+RF_API extern const uint64_t *const rf_registered_bytes;
+
 enum rf_how {
 	RF_HOW_VERSION = 0,	/* from the kernel's version */
 	RF_HOW_NETLINK = 1,	/* the kernel says so over RDMA netlink */

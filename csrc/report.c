@@ -204,6 +204,8 @@ static void count_ranges(const struct rf_tracker *tracker, struct rf_stats *stat
 	}
 }
 
+RF_API const uint64_t *const rf_registered_bytes = &rf_engine.registry.page_bytes;
+
 RF_API int rf_stats(struct rf_stats *stats)
 {
 	const struct rf_engine *engine = &rf_engine;

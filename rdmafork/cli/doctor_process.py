@@ -8,7 +8,8 @@ A page of a process is, for fork(),
     private, other    shared until somebody writes
 
 and /proc says how much is pinned (VmPin), but not which pages: what fork() copies lies between
-bounds.
+bounds. What is registered with rdmafork may be marked as a fork() begins and not before. How much
+that is, its library says in the memory of the process.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import contextlib
 import errno
 import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import rdmafork
 from rdmafork.cli import machine
 from rdmafork.cli.doctor_rows import Row, ok, problem, skipped, warning
+from rdmafork.cli.elf import Elf, NotElf
 from rdmafork.cli.terminal import counted, printable, size
 
 MUCH = 64 << 20  # bytes copied at a fork() that are worth a warning: some 20 ms
@@ -34,6 +37,7 @@ class Mapping(NamedTuple):
     shared: bool
     flags: frozenset[str]
     path: str
+    start: int = 0
 
     @property
     def marked(self) -> bool:
@@ -72,10 +76,10 @@ class Process:
         pinned = self._status("VmPin")
         yield _marked(mappings)
         yield _pinned(pinned, self._limit("Max locked memory"))
-        yield _cost(pinned, mappings)
+        yield self._cost(pinned, mappings)
         yield _count(len(mappings), sum(mapping.marked for mapping in mappings))
         yield _libraries(mappings)
-        yield self._devices()
+        yield self._devices(mappings)
 
     def _status(self, name: str) -> int:
         """Bytes; a kernel thread has none."""
@@ -93,7 +97,35 @@ class Process:
                 )
         return "unknown"
 
-    def _devices(self) -> Row:
+    def _cost(self, pinned: int, mappings: list[Mapping]) -> Row:
+        engine = next((m for m in mappings if m.is_engine), None)
+        if not pinned or not engine:
+            return _cost(pinned, mappings)
+        try:
+            return _cost(pinned, mappings, self._registered(engine))
+        except (OSError, NotElf) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            text = f"{size(pinned)} is pinned; what of it is registered cannot be read: {why}"
+            return skipped("a fork() now", text, f"sudo rdmafork doctor --pid {self.pid}")
+
+    def _registered(self, engine: Mapping) -> int:
+        """What rf_registered_bytes points to, in the memory of the process."""
+        with self._elf(engine.path) as elf:
+            symbol, nbytes = elf.address_of("rf_registered_bytes"), elf.machine.bits // 8
+        if symbol is None:
+            raise NotElf("it runs an rdmafork that does not tell")
+        with open(f"{self.directory}/mem", "rb", buffering=0) as memory:
+
+            def read(at: int, count: int) -> int:
+                return int.from_bytes(os.pread(memory.fileno(), count, at), sys.byteorder)
+
+            # The loader maps a library from its first byte on, in order.
+            return read(read(engine.start + symbol, nbytes), 8)
+
+    def _elf(self, path: str) -> Elf:
+        return Elf(f"{self.directory}/root{path}")
+
+    def _devices(self, mappings: list[Mapping]) -> Row:
         what = "devices"
         try:
             fds = os.listdir(f"{self.directory}/fd")
@@ -104,7 +136,27 @@ class Process:
             with contextlib.suppress(OSError):
                 found.add(os.readlink(f"{self.directory}/fd/{fd}"))
         names = sorted(os.path.basename(p) for p in found if p.startswith("/dev/infiniband/"))
-        return ok(what, f"{', '.join(names)} open" if names else "none is open")
+        text = f"{', '.join(names)} open" if names else "none is open"
+        if any(name.startswith("uverbs") for name in names) and not self._has_libibverbs(mappings):
+            cure = "link it with libibverbs.so: rdmafork exec cannot serve a static libibverbs"
+            text += ", and no libibverbs.so is there: what is registered there is not protected"
+            return warning(what, text, cure)
+        return ok(what, text)
+
+    def _has_libibverbs(self, mappings: list[Mapping]) -> bool:
+        """Whatever its name: an object that others may call to have memory protected."""
+        paths = {m.path for m in mappings if m.path.startswith("/") and not m.is_engine}
+        if any(_is_libibverbs(path) for path in paths):
+            return True
+        for path in paths:
+            with contextlib.suppress(OSError, NotElf), self._elf(path) as elf:
+                if elf.address_of("ibv_dontfork_range") is not None:
+                    return True
+        return False
+
+
+def _is_libibverbs(path: str) -> bool:
+    return "libibverbs" in os.path.basename(path)
 
 
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ *(.*)")
@@ -112,16 +164,16 @@ _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ *(.*)")
 
 def _mappings(path: str) -> Iterator[Mapping]:
     with open(path, errors="surrogateescape") as smaps:
-        nbytes, resident, shared, name = 0, 0, False, ""
+        start, nbytes, resident, shared, name = 0, 0, 0, False, ""
         for line in smaps:
             if head := _HEAD.match(line):
-                nbytes = int(head[2], 16) - int(head[1], 16)
+                start, nbytes = int(head[1], 16), int(head[2], 16) - int(head[1], 16)
                 resident, shared, name = 0, head[3].endswith("s"), head[4]
             # Huge pages have fields of their own and no Rss.
             elif line.startswith(("Rss:", "Shared_Hugetlb:", "Private_Hugetlb:")):
                 resident += int(line.split()[1]) << 10
             elif line.startswith("VmFlags:"):
-                yield Mapping(nbytes, resident, shared, frozenset(line.split()[1:]), name)
+                yield Mapping(nbytes, resident, shared, frozenset(line.split()[1:]), name, start)
 
 
 def _marked(mappings: list[Mapping]) -> Row:
@@ -155,21 +207,27 @@ def _unprotected(pinned: int, mappings: list[Mapping]) -> tuple[int, int]:
     return min(max(pinned - marked - shared, 0), most), most
 
 
-def _cost(pinned: int, mappings: list[Mapping]) -> Row:
+def _cost(pinned: int, mappings: list[Mapping], registered: int | None = None) -> Row:
+    """registered: with the engine that runs there; None: none does."""
     what = "a fork() now"
     least, most = _unprotected(pinned, mappings)
+    cure = "register it: rdmafork.register(), or rdmafork exec from the start"
+    if registered is None:
+        between = size(least) if size(least) == size(most) else f"{size(least)} to {size(most)}"
+        pages, much = f"{between} of pinned private pages", least >= MUCH
+    elif pinned <= registered:
+        text = f"copies little or nothing: the {size(pinned)} that is pinned is registered"
+        return ok(what, f"{text} with rdmafork")
+    else:
+        least, much = min(pinned - registered, most), True
+        pages = f"up to {size(least)} pinned by something that does not call libibverbs"
     if not least:
         text = "what is pinned is marked or shared" if pinned else "no page is pinned"
         return ok(what, f"copies little or nothing: {text}")
-    between = size(least) if size(least) == size(most) else f"{size(least)} to {size(most)}"
-    pages = f"{between} of pinned private pages"
-    cure = "register it: rdmafork.register(), or rdmafork exec from the start"
-    text = f"copies {pages}, 0.3 s a GiB or more, and takes as much memory again"
-    if any(m.is_engine for m in mappings):
-        return ok(what, f"{text}; less what is registered with rdmafork, which may mark it then")
-    if not rdmafork.kernel_info().copy_on_fork:
+    if not rdmafork.kernel_info().copy_on_fork_trusted:
         return problem(what, f"may lose {pages}, when one of the two processes writes there", cure)
-    return warning(what, text, cure) if least >= MUCH else ok(what, text)
+    text = f"copies {pages}, 0.3 s a GiB or more, and takes as much memory again"
+    return warning(what, text, cure) if much else ok(what, text)
 
 
 def _count(count: int, marked: int) -> Row:
@@ -188,7 +246,7 @@ def _count(count: int, marked: int) -> Row:
 def _libraries(mappings: list[Mapping]) -> Row:
     what = "libraries"
     engines = sorted({m.path for m in mappings if m.is_engine})
-    found = sorted({m.path for m in mappings if "libibverbs" in os.path.basename(m.path)})
+    found = sorted({m.path for m in mappings if _is_libibverbs(m.path)})
     names = [printable(path) for path in [*engines, *found]]
     if found and not engines:
         return ok(what, f"{', '.join(names)}; rdmafork is not there")

@@ -498,12 +498,56 @@ def test_another_process_is_looked_at(process, registered):
     assert "64 MiB (VmPin)" in found["pinned pages"].evidence
     absent = "32 MiB no child gets (dc), in 1 mapping"
     assert (absent in found["marked pages"].evidence) == registered
-    # VmPin does not say which pages: no less than what is not marked.
-    least = "32 MiB" if registered else "64 MiB"
-    assert found["a fork() now"].evidence.startswith(f"copies {least}")
+    # As the report of rdmafork exec has it: pinned, and by no registration here.
+    elsewhere = "32 MiB" if registered else "64 MiB"
+    expect(found["a fork() now"]._asdict(), "warning", f"copies up to {elsewhere}", "libibverbs")
     assert "librdmafork.so" in found["libraries"].evidence
     with open(f"/proc/{pid}/maps") as maps:
         assert found["mappings"].evidence.startswith(f"{sum(1 for _ in maps):,}, ")
+
+
+@needs_pins
+def test_what_is_pinned_and_registered_is_no_cost(process):
+    """It is marked as a fork() begins, and none has."""
+
+    def hold():
+        memory, _ = private_map(8 << 20)
+        rdmafork.fork_init()
+        return rdmafork.register(memory), _pins.Pins(memory)
+
+    found = {row.what: row for row in doctor_process.Process(process(hold)).rows()}
+    expect(found["a fork() now"]._asdict(), "ok", "8 MiB that is pinned is registered")
+
+
+@needs_pins
+def test_what_is_registered_there_cannot_be_read():
+    source = """if True:
+        import os, subprocess, rdmafork
+        from rdmafork import _pins
+        pins = _pins.Pins(bytearray(1 << 20))
+        over = os.path.dirname(rdmafork.get_library())
+        subprocess.run(["mount", "-t", "tmpfs", "none", over], check=True)
+        input(print("ready"))
+    """
+    command = [*in_namespace(), sys.executable, "-uc", source]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        found = {row.what: row for row in doctor_process.Process(process.pid).rows()}
+        process.kill()
+    row = found["a fork() now"]._asdict()
+    expect(row, "skipped", "1 MiB is pinned; what of it is registered cannot be read", "sudo")
+
+
+def test_a_device_that_no_libibverbs_serves():
+    made = ("mount -t tmpfs none /dev", "mkdir /dev/infiniband")
+    device = "mknod /dev/infiniband/uverbs0 c 1 5"
+    source = "device = open('/dev/infiniband/uverbs0'); input(print('ready'))"
+    command = [*in_namespace(*made, device), sys.executable, "-uc", source]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        found = {row.what: row for row in doctor_process.Process(process.pid).rows()}
+        process.kill()
+    expect(found["devices"]._asdict(), "warning", "uverbs0 open, and no libibverbs.so", "static")
 
 
 def mapping(mib, flags="", shared=False, path="", resident=None):
@@ -522,18 +566,46 @@ def mapping(mib, flags="", shared=False, path="", resident=None):
         (100, [mapping(80, "dc"), mapping(20)], "ok", "copies 20 MiB of"),
         (200, [mapping(100, "dc"), mapping(300)], "warning", "copies 100 MiB to 200 MiB"),
         (100, [mapping(80, shared=True), mapping(90)], "ok", "copies 20 MiB to 90 MiB"),
-        (100, [mapping(100), mapping(1, path="/x/librdmafork.so")], "ok", "may mark it then"),
     ],
 )
 def test_what_a_fork_would_cost(monkeypatch, pinned, mappings, status, words):
     for copies in (True, False):
-        info = rdmafork.kernel_info()._replace(copy_on_fork=copies)
+        info = rdmafork.kernel_info()._replace(copy_on_fork_trusted=copies)
         monkeypatch.setattr(rdmafork, "kernel_info", lambda info=info: info)
         row = doctor_process._cost(pinned << 20, mappings)
-        if copies or "copies little" in row.evidence or "may mark it" in row.evidence:
+        if copies or "copies little" in row.evidence:
             assert row.status == status and words in row.evidence, row
         else:
             assert row.status == "problem" and "may lose" in row.evidence, row
+
+
+@pytest.mark.parametrize(
+    ("pinned", "registered", "mappings", "status", "words"),
+    [
+        (100, 100, [mapping(100)], "ok", "is registered with rdmafork"),
+        (100, 200, [mapping(200)], "ok", "is registered with rdmafork"),
+        (100, 60, [mapping(60), mapping(300)], "warning", "copies up to 40 MiB pinned by"),
+        (
+            100,
+            60,
+            [mapping(20), mapping(300, shared=True)],
+            "warning",
+            "copies up to 20 MiB pinned",
+        ),
+        (100, 60, [mapping(60, "dc"), mapping(40, shared=True)], "ok", "is marked or shared"),
+    ],
+)
+def test_what_a_fork_would_cost_where_the_engine_runs(
+    monkeypatch, pinned, registered, mappings, status, words
+):
+    for copies in (True, False):
+        info = rdmafork.kernel_info()._replace(copy_on_fork_trusted=copies)
+        monkeypatch.setattr(rdmafork, "kernel_info", lambda info=info: info)
+        row = doctor_process._cost(pinned << 20, mappings, registered << 20)
+        if copies or status == "ok":
+            assert row.status == status and words in row.evidence, row
+        else:
+            assert row.status == "problem" and "may lose up to" in row.evidence, row
 
 
 @pytest.mark.parametrize(

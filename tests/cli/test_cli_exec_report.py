@@ -156,6 +156,28 @@ def test_what_the_kernel_could_not_be_asked_is_no_zero(tmp_path, capsys):
 
 
 @needs_pins
+@pytest.mark.parametrize("registers", [0, 1])
+def test_the_report_and_doctor_agree(tmp_path, registers):
+    path, waits = (
+        tmp_path / "r.json",
+        PINNED_AT_EXIT.replace("import ctypes", "input(); import ctypes"),
+    )
+    command = [*RDMAFORK, "exec", "--report", str(path), "--", sys.executable, "-uc", waits]
+    command += [str(registers), "0"]
+    with subprocess.Popen(command, env=environment({}), stdin=-1, stdout=-1, text=True) as process:
+        assert "kB" not in process.stdout.readline()
+        done = subprocess.run(
+            [*RDMAFORK, "doctor", "--json", "--pid", str(process.pid)],
+            capture_output=True,
+            text=True,
+        )
+        process.communicate("\n")
+    cost = {row["what"]: row for row in json.loads(done.stdout)["rows"]}["a fork() now"]
+    elsewhere = lines(path)[0]["pinned_elsewhere"]["max"]
+    assert (elsewhere, cost["status"]) == ((0, "ok") if registers else (NBYTES, "warning"))
+
+
+@needs_pins
 @pytest.mark.parametrize("registered", [1, 2])
 @pytest.mark.parametrize("env", [{}, {"RDMAFORK_TRUST_COPYING": "0"}])
 def test_what_is_pinned_and_registered_is_not(tmp_path, capsys, registered, env):

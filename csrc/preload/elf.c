@@ -143,6 +143,20 @@ bool rf_elf_read(struct rf_elf *object, const struct dl_phdr_info *info)
 	return object->symbols && object->strings;
 }
 
+void rf_elf_path(const char *name, char *path, size_t nbytes)
+{
+	size_t length;
+
+	if (!*name && rf_sys_read_link("/proc/self/exe", path, nbytes) >= 0)
+		return;
+	if (!*name)
+		name = (const char *)getauxval(AT_EXECFN);
+	length = name ? strlen(name) : 0;
+	length = length < nbytes ? length : nbytes - 1;
+	memcpy(path, name ? name : "", length);
+	path[length] = '\0';
+}
+
 /* The symbol, if it defines that function. */
 static const rf_elf_symbol *definition(const struct rf_elf *object, size_t index,
 				       const char *name)

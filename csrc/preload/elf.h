@@ -24,7 +24,7 @@ typedef ElfW(Dyn) rf_elf_entry;
 typedef ElfW(Phdr) rf_elf_header;
 
 struct rf_elf {
-	const char *name;		/* its path; "" is the program */
+	const char *name;		/* as the loader has it: see rf_elf_path() */
 	uintptr_t base, start, end;	/* where it lies */
 	uintptr_t relro_start, relro_end;
 	const rf_elf_header *headers;
@@ -42,6 +42,9 @@ struct rf_elf {
 
 /* False if it has no dynamic symbols. */
 bool rf_elf_read(struct rf_elf *object, const struct dl_phdr_info *info);
+
+/* Where its file is, cut at @nbytes: of the program too, to which the loader gives no name. */
+void rf_elf_path(const char *name, char *path, size_t nbytes);
 
 /* The address of a function it defines, in code that can be read; 0: none. */
 uintptr_t rf_elf_find(const struct rf_elf *object, const char *name);

@@ -93,8 +93,10 @@ static struct copy *add_copy(const struct rf_elf *object)
 
 	for (i = 0; i < state.count; i++) {
 		copy = &state.copies[i];
+		/* The program stays where it is. */
 		if (copy->start == object->start &&
-		    !strncmp(copy->library.path, object->name, sizeof(copy->library.path) - 1))
+		    (!*object->name || !strncmp(copy->library.path, object->name,
+						sizeof(copy->library.path) - 1)))
 			return copy;
 	}
 	if (state.count == RF_LIBRARIES)
@@ -103,7 +105,7 @@ static struct copy *add_copy(const struct rf_elf *object)
 	memset(copy, 0, sizeof(*copy));
 	copy->start = object->start;
 	copy->end = object->end;
-	snprintf(copy->library.path, sizeof(copy->library.path), "%s", object->name);
+	rf_elf_path(object->name, copy->library.path, sizeof(copy->library.path));
 	snprintf(copy->soname, sizeof(copy->soname), "%s", object->soname);
 	for (i = 0; i < NAMES; i++)
 		copy->entries[i] = rf_elf_find(object, names[i]);
@@ -445,8 +447,7 @@ static int name_user(struct dl_phdr_info *info, size_t size, void *data)
 	if (!*copy->soname || !rf_elf_read(&object, info) ||
 	    !rf_elf_needs(&object, copy->soname))
 		return 0;
-	snprintf(copy->library.user, sizeof(copy->library.user), "%s",
-		 *object.name ? object.name : "the program");
+	rf_elf_path(object.name, copy->library.user, sizeof(copy->library.user));
 	return 1;
 }
 
@@ -642,7 +643,7 @@ int rf_intercept_all(const struct rf_ibv_functions *ours, struct rf_error *error
 		} else if (error->cause == RF_CAUSE_NONE) {
 			error->cause = RF_CAUSE_LIBRARY;
 			snprintf(error->text, sizeof(error->text), "%.100s (loaded for %.60s): %s",
-				 *library->path ? library->path : "the program",
+				 library->path,
 				 *library->user ? library->user : "what is not known",
 				 rf_library_why_text(library->why));
 		}

@@ -24,7 +24,7 @@ from conftest import (
     run,
     vm_flags,
 )
-from standin import DIRECT, OTHER_CODE, Builder, load, works, x86_64
+from standin import DIRECT, OTHER_CODE, SOURCE, Builder, load, works, x86_64
 
 import rdmafork
 
@@ -326,6 +326,18 @@ def test_the_libraries_and_what_came_through(report, build):
 
 
 # ---- who forked ------------------------------------------------------------------------------
+@x86_64
+def test_the_path_of_a_library_in_the_program_is_the_program_s(report, tmp_path):
+    """Linked statically, with symbols that the loader finds."""
+    path, lines = report
+    (tmp_path / "main.c").write_text("int main(void) { return 0; }\n")
+    program = compile_c(tmp_path / "program", "-O2", "-rdynamic", tmp_path / "main.c", SOURCE)
+    done = execute(["./program"], {"RDMAFORK_REPORT": str(path)}, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"")
+    (library,) = lines()[0]["libraries"]
+    assert library["path"] == program
+
+
 
 
 FORKS = """

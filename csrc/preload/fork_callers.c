@@ -109,21 +109,48 @@ void rf_fork_callers_clear(void)
 	memset(state.callers, 0, sizeof(state.callers));
 }
 
+struct place {
+	uintptr_t address;
+	uintptr_t offset;
+	char path[RF_JSON_STRING];	/* "": in no object */
+};
+
+static int find_place(struct dl_phdr_info *info, size_t size, void *data)
+{
+	struct place *place = data;
+	struct rf_elf object;
+
+	(void)size;
+	(void)rf_elf_read(&object, info);
+	if (place->address < object.start || place->address >= object.end)
+		return 0;
+	place->offset = place->address - object.base;
+	rf_elf_path(object.name, place->path, sizeof(place->path));
+	return 1;
+}
+
+static void put_caller(struct rf_json *json, const struct caller *caller)
+{
+	/* Of the call, which the address follows. */
+	struct place place = { .address = caller->address - 1 };
+	Dl_info known = { .dli_sname = NULL };
+
+	(void)dladdr((void *)place.address, &known);
+	dl_iterate_phdr(find_place, &place);
+	rf_json_open(json, NULL, '{');
+	rf_json_string(json, "symbol", known.dli_sname);
+	rf_json_string(json, "object", *place.path ? place.path : NULL);
+	rf_json_number(json, "offset", place.offset);
+	rf_json_number(json, "count", caller->count);
+	rf_json_close(json, '}');
+}
+
 void rf_fork_callers_put(struct rf_json *json, const char *name)
 {
 	size_t i;
 
 	rf_json_open(json, name, '[');
-	for (i = 0; i < CALLERS && state.callers[i].count; i++) {
-		const struct caller *caller = &state.callers[i];
-		Dl_info where = { .dli_fname = NULL };
-
-		(void)dladdr((void *)(caller->address - 1), &where);
-		rf_json_open(json, NULL, '{');
-		rf_json_string(json, "symbol", where.dli_sname);
-		rf_json_string(json, "object", where.dli_fname);
-		rf_json_number(json, "count", caller->count);
-		rf_json_close(json, '}');
-	}
+	for (i = 0; i < CALLERS && state.callers[i].count; i++)
+		put_caller(json, &state.callers[i]);
 	rf_json_close(json, ']');
 }

@@ -19,7 +19,10 @@ void rf_fork_callers_count(void);
 /* In a child: its parent's forks are not its own. */
 void rf_fork_callers_clear(void);
 
-/* A list of them: symbol, object, count. */
+/*
+ * A list of them: symbol, object, offset, count. The loader knows symbols that others may call;
+ * for the rest the offset, which is the address as the file has it, leads to its name there.
+ */
 void rf_fork_callers_put(struct rf_json *json, const char *name);
 
 #endif

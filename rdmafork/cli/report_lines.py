@@ -5,6 +5,8 @@ One JSON object a line. Where a number has parts it is an object: {"total": 12, 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import statistics
@@ -14,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from rdmafork.cli import terminal
+from rdmafork.cli.elf import Elf
 
 FAR = 3  # times the median is far from the rest
 
@@ -97,9 +100,26 @@ def _process(line: dict[str, Any]) -> Process:
 
 
 def _caller(found: dict[str, Any]) -> str:
-    """Its object alone where that has been stripped of names."""
-    symbol, where = found["symbol"], os.path.basename(found["object"] or "unknown code")
+    """Its place alone where the file has been stripped of names, or is not here."""
+    symbol, path, offset = found["symbol"], found["object"], found.get("offset")
+    where = os.path.basename(path or "unknown code")
+    if not symbol and path and offset is not None:
+        symbol = _function_at(path, _number(offset))
+        where = where if symbol else f"{where}+{offset:#x}"
     return f"{symbol} in {where}" if symbol else where
+
+
+def _read_function(path: str, address: int) -> str | None:
+    """A function that others may not call is not known to the process, only to its file."""
+    with contextlib.suppress(OSError, ValueError):
+        # Nobody knows who wrote the report: a named pipe would be waited for.
+        if os.path.isfile(path):
+            with Elf(path) as elf:
+                return elf.function_at(address)
+    return None
+
+
+_function_at = functools.cache(_read_function)  # many processes are one program
 
 
 def _number(value: Any) -> int:

@@ -1,13 +1,14 @@
 """rdmafork report merges what processes left, broken lines or not."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 from conftest import environment
 
-from rdmafork.cli import main
+from rdmafork.cli import main, terminal
 
 LIBRARY = "/usr/lib/x86_64-linux-gnu/libibverbs.so.1.14.44.0"
 
@@ -35,7 +36,9 @@ def line(rank=0, /, **changed):
         "device_unserved": 0,
         "libraries": [{"path": LIBRARY, "how": "ours", "why": None}],
         "errors": [],
-        "fork_callers": [{"symbol": "os_fork", "object": "/usr/bin/python3.11", "count": 4}],
+        "fork_callers": [
+            {"symbol": "os_fork", "object": "/usr/bin/python3.11", "offset": 0x1234, "count": 4}
+        ],
     } | changed
 
 
@@ -154,12 +157,26 @@ def test_who_forked_is_added_up_over_all(report):
     callers = [
         {"symbol": "os_fork", "object": "/usr/bin/python3.11", "count": 1},
         {"symbol": None, "object": "/usr/lib/libx.so.1", "count": 5},
+        {"symbol": None, "object": "/usr/lib/none/libx.so.1", "offset": 255, "count": 3},
+        {"symbol": None, "object": "/proc/self/status", "offset": 255, "count": 1},
         {"symbol": None, "object": None, "count": 2},
     ]
     _, lines, _ = report([line(0), line(1, fork_callers=callers)])
     assert lines[lines.index("who forked") + 1 :] == [
-        "        5  os_fork in python3.11", "        5  libx.so.1", "        2  unknown code",
+        "        5  os_fork in python3.11", "        5  libx.so.1", "        3  libx.so.1+0xff",
+        "        2  unknown code", "        1  status+0xff",
     ]  # fmt: skip
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("path", ["{}/pipe", "{}/none", "{}", "{}/empty", "{}/bad\0name"])
+def test_a_caller_in_what_is_no_program_has_no_name(report, tmp_path, path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").touch()
+    path = path.format(tmp_path)
+    caller = {"symbol": None, "object": path, "offset": 16, "count": 1}
+    _, lines, _ = report([line(0, fork_callers=[caller])])
+    assert lines[-1] == f"        1  {terminal.printable(os.path.basename(path))}+0x10"
 
 
 def test_a_log_with_reports_in_it_is_not_repeated(report):

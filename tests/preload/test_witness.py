@@ -27,6 +27,7 @@ from conftest import (
 from standin import DIRECT, OTHER_CODE, SOURCE, Builder, load, works, x86_64
 
 import rdmafork
+from rdmafork.cli import main
 
 SETTINGS = {"RDMAFORK_EXEC": "1"}
 
@@ -325,7 +326,6 @@ def test_the_libraries_and_what_came_through(report, build):
     assert line["unbalanced"] == 1
 
 
-# ---- who forked ------------------------------------------------------------------------------
 @x86_64
 def test_the_path_of_a_library_in_the_program_is_the_program_s(report, tmp_path):
     """Linked statically, with symbols that the loader finds."""
@@ -338,6 +338,7 @@ def test_the_path_of_a_library_in_the_program_is_the_program_s(report, tmp_path)
     assert library["path"] == program
 
 
+# ---- who forked ------------------------------------------------------------------------------
 
 
 FORKS = """
@@ -360,6 +361,35 @@ int main(void)
 def forks(tmp_path):
     (tmp_path / "forks.c").write_text(FORKS)
     return compile_c(tmp_path / "forks", "-O1", "-rdynamic", tmp_path / "forks.c")
+
+
+LINKED = {"pie": ["-pie", "-fPIE"], "no-pie": ["-no-pie"], "stripped": ["-s"]}
+
+
+@pytest.mark.parametrize("linked", LINKED)
+def test_who_forked_is_named_though_nobody_else_may_call_it(report, tmp_path, capsys, linked):
+    """The program is found by PATH, and its functions are static."""
+    path, lines = report
+    source = FORKS.replace(
+        "__attribute__((noinline)) void", "__attribute__((noinline)) static void"
+    )
+    (tmp_path / "forks.c").write_text(source)
+    program = compile_c(tmp_path / "forks", "-O1", *LINKED[linked], tmp_path / "forks.c")
+    env = {"RDMAFORK_REPORT": str(path), "RDMAFORK_TRACE_FORKS": "1"}
+    settings = {**env, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert execute(["sh", "-c", "forks; exit 0"], env=settings).returncode == 0
+    (line,) = [each for each in lines() if each["program"] == "forks"]
+    callers = line["fork_callers"]
+    assert [(c["symbol"], c["object"], c["count"]) for c in callers] == [
+        (None, program, 5),
+        (None, program, 1),
+    ]
+    assert main(["report", str(path)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    named = ["first_caller in forks", "second_caller in forks"]
+    if linked == "stripped":
+        named = [f"forks+{c['offset']:#x}" for c in callers]
+    assert [f"{count:>9}  {name}" for count, name in zip((5, 1), named, strict=True)] == told[-2:]
 
 
 def test_who_forked_is_named(report, forks):

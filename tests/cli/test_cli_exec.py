@@ -145,6 +145,24 @@ def test_no_variable_of_libibverbs_is_set_where_copying_is_trusted():
     assert kept["RDMAV_FORK_SAFE"] == "0"
 
 
+def test_the_guide_names_what_a_preloaded_library_alone_does_not_do():
+    """Where the kernel's copying is not trusted: every variable more that exec sets."""
+    untrusted = {"RDMAFORK_TRUST_COPYING": "0"}
+    alone = {"LD_PRELOAD": LIBRARY, "RDMAFORK_EXEC": "1"} | untrusted
+    done = subprocess.run(
+        [sys.executable, "-c", SEEN], env=environment(alone), input="words", text=True,
+        capture_output=True, check=True,
+    )  # fmt: skip
+    added = (
+        seen("--", env=untrusted)["environ"].items() - json.loads(done.stdout)["environ"].items()
+    )
+    assert {name for name, _ in added} == {"RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE"}
+    guide = Path(__file__).parent.parent / "docs" / "guide" / "unmodified.md"
+    _, _, instead = guide.read_text().partition("Where no command can be put before the program")
+    for name, value in added:
+        assert f"`{name}={value}`" in instead
+
+
 def options(**changed):
     names = ("mode", "report", "trace_forks", "keep_devices")
     return type("Options", (), dict.fromkeys(names) | changed)

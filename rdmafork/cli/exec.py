@@ -57,6 +57,9 @@ the workers of Python's multiprocessing do, writes none.
 Under a launcher, put it before the program, as above. Before the launcher it
 would know of no rank, and all processes would report into one file.
 
+Not protected is what is pinned without calls of a libibverbs.so: by one that
+is linked statically, by io_uring. The report tells how much that is.
+
 It refuses programs into which no library can be preloaded: static ones, set-uid
 and set-gid ones, those with file capabilities, those for another machine or C
 library. It looks through #! lines and env. Programs built with AddressSanitizer

@@ -326,6 +326,38 @@ def test_the_libraries_and_what_came_through(report, build):
     assert line["unbalanced"] == 1
 
 
+USES = """
+#include <stddef.h>
+int standin_register(void *base, size_t size);
+int main(void) { return standin_register((void *)4096, 4096); }
+"""
+
+
+def test_a_libibverbs_without_dynamic_symbols_is_not_found(report, tmp_path):
+    path, lines = report
+    (tmp_path / "main.c").write_text(USES)
+    program = compile_c(tmp_path / "program", "-O2", tmp_path / "main.c", SOURCE)
+    assert execute([program], {"RDMAFORK_REPORT": str(path)}).returncode == 0
+    (line,) = lines()
+    assert (line["libraries"], line["ranges"]["calls"]) == ([], 0)
+
+
+@x86_64
+@pytest.mark.parametrize(("options", "mode"), [(DIRECT, 0), ([], os.RTLD_DEEPBIND)])
+def test_what_is_registered_before_a_library_is_served_is_not_protected(build, options, mode):
+    preloaded(_registers_early, build("late.so", options), mode)
+
+
+def _registers_early(path, mode):
+    library = load(path, mode)
+    memory, address = private_map(2 * PAGE)
+    assert library.standin_register(address, PAGE) == 0
+    fork_once()
+    assert library.standin_register(address + PAGE, PAGE) == 0
+    fork_once()
+    assert memory and ["dc" in vm_flags(address + at) for at in (0, PAGE)] == [False, True]
+
+
 @x86_64
 def test_the_path_of_a_library_in_the_program_is_the_program_s(report, tmp_path):
     """Linked statically, with symbols that the loader finds."""

@@ -12,8 +12,11 @@
 
 /*
  * In a forked child: add those to @descriptors, to be replaced. One that cannot be
- * added is closed. Where /proc cannot be read all stay as they are.
+ * added is closed. Where /proc cannot be read all stay as they are. True: an uverbsN was open.
  */
-void rf_devices_omit(struct rf_descriptors *descriptors);
+bool rf_devices_omit(struct rf_descriptors *descriptors);
+
+/* Is an uverbsN open? */
+bool rf_devices_are_open(void);
 
 #endif

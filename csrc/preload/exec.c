@@ -44,6 +44,6 @@ __attribute__((constructor)) static void begin(void)
 
 void rf_exec_child(void)
 {
-	if (on && !keeps_devices && rf_intercept_any())
-		rf_devices_omit(&rf_engine.descriptors);
+	if (on && !keeps_devices && rf_intercept_any() && rf_devices_omit(&rf_engine.descriptors))
+		rf_exit_report_device_gone();
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #define _GNU_SOURCE /* secure_getenv() */
 #include "exit_report.h"
+#include "devices.h"
 #include "fork.h"
 #include "fork_callers.h"
 #include "intercept.h"
@@ -18,7 +19,8 @@
 
 static struct {
 	bool on;
-	char path[4096], rank[64], failure[384];
+	char path[4096], rank[64], failure[384], inherited[192];
+	pid_t opener;		/* who forked with a device open; 0: nobody, or it was told */
 	uint64_t handler_ns, handler_max_ns;
 	uint64_t absent_bytes, absent_last_bytes;
 	/* Pinned beyond what is registered here: the most there was, and forks that found some. */
@@ -138,6 +140,38 @@ void rf_exit_report_shared_page(uintptr_t start, uintptr_t end, const struct rf_
 	write_warning(&report.warning[count], start, end, error);
 }
 
+void rf_exit_report_device_gone(void)
+{
+	report.opener = rf_sys_ppid();
+}
+
+static void tell_of_device(pid_t opener)
+{
+	struct rf_json json;
+
+	rf_json_begin(&json, report.inherited, sizeof(report.inherited) - 1);
+	rf_json_raw(&json, "rdmafork: pid ");
+	rf_json_number(&json, NULL, (uint64_t)rf_sys_pid());
+	rf_json_raw(&json, " uses a device opened before fork() in pid ");
+	json.first = true;
+	rf_json_number(&json, NULL, (uint64_t)opener);
+	rf_json_raw(&json, "; open it in the child, or use --keep-devices\n");
+	(void)rf_sys_write(STDERR, report.inherited, json.used);
+	report.inherited[json.used - 1] = '\0';
+}
+
+/* Some commands are lost in /dev/null without an error. Who cleans up registers nothing. */
+void rf_exit_report_registers(void)
+{
+	pid_t opener;
+
+	if (rf_likely(!__atomic_load_n(&report.opener, __ATOMIC_RELAXED)))
+		return;
+	opener = __atomic_exchange_n(&report.opener, 0, __ATOMIC_RELAXED);
+	if (opener && !rf_devices_are_open())
+		tell_of_device(opener);
+}
+
 static void put_warnings(struct rf_json *json)
 {
 	uint32_t i;
@@ -166,7 +200,7 @@ static uint64_t look_at_pins(void)
 		report.elsewhere_max_bytes = elsewhere;
 	/* The descriptors are many, and listed only where something is amiss, or at the end. */
 	if (elsewhere && !report.device_unserved && !rf_intercept_any())
-		report.device_unserved = rf_pinned_has_device();
+		report.device_unserved = rf_devices_are_open();
 	return elsewhere;
 }
 
@@ -199,6 +233,7 @@ void rf_exit_report_clear(void)
 	report.unread = false;
 	report.device_unserved = false;
 	report.warnings = 0;
+	*report.inherited = '\0';
 	memset(report.warning, 0, sizeof(report.warning));
 	rf_fork_callers_clear();
 }
@@ -267,7 +302,7 @@ static void put_pins(struct rf_json *json)
 		rf_leave();
 	}
 	if (!rf_intercept_any())
-		report.device_unserved |= rf_pinned_has_device();
+		report.device_unserved |= rf_devices_are_open();
 	if (report.unread && !report.elsewhere_max_bytes) {
 		rf_json_string(json, "pinned_elsewhere", NULL);
 	} else {
@@ -311,6 +346,8 @@ static void put_line(struct rf_json *json)
 	rf_json_open(json, "errors", '[');
 	if (*report.failure)
 		rf_json_string(json, NULL, report.failure);
+	if (*report.inherited)
+		rf_json_string(json, NULL, report.inherited);
 	put_warnings(json);
 	if (!known)
 		rf_json_string(json, NULL, "rdmafork: ended inside the engine: not all is counted");

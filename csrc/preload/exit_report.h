@@ -28,6 +28,13 @@ void rf_exit_report_failure(const struct rf_error *error);
  */
 void rf_exit_report_shared_page(uintptr_t start, uintptr_t end, const struct rf_error *error);
 
+/*
+ * In a child's handler: the device that its parent has open it has not. If something is then
+ * registered through libibverbs, and it has opened none itself, say so once, in the same places.
+ */
+void rf_exit_report_device_gone(void);
+void rf_exit_report_registers(void);
+
 /* Hooks: a fork has been prepared, by a handler that began at @began; this is a child. */
 void rf_exit_report_fork(uint64_t began);
 void rf_exit_report_clear(void);

@@ -94,6 +94,7 @@ static int dontfork(uintptr_t begin, size_t nbytes)
 	int rc;
 
 	start();
+	rf_exit_report_registers();
 	rc = register_range(begin, begin + nbytes, &entry);
 	if (rc < 0)
 		return rc;

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "pinned.h"
-#include "opened.h"
 #include "sys.h"
 
 #include <errno.h>
@@ -44,18 +43,4 @@ int64_t rf_pinned_bytes(void)
 				result = (int64_t)(field.kib << 10);
 	rf_sys_close(fd);
 	return result;
-}
-
-static void note_device(void *data, int fd, const char *target)
-{
-	(void)fd;
-	*(bool *)data |= rf_opened_begins(target, "/dev/infiniband/uverbs");
-}
-
-bool rf_pinned_has_device(void)
-{
-	bool found = false;
-
-	rf_opened_list(note_device, &found);
-	return found;
 }

@@ -1,18 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * What this process has pinned, whoever asked for it, and whether it can reach a device:
- * what the kernel knows, for the report to compare with what is registered here.
+ * What this process has pinned, whoever asked for it: for the report to compare with what is
+ * registered here.
  */
 #ifndef RF_PINNED_H
 #define RF_PINNED_H
 
-#include <stdbool.h>
 #include <stdint.h>
 
 /* VmPin in bytes: each pin's pages are counted by themselves. -errno: /proc cannot be read. */
 int64_t rf_pinned_bytes(void);
-
-/* Has it /dev/infiniband/uverbsN open? */
-bool rf_pinned_has_device(void);
 
 #endif

@@ -497,6 +497,64 @@ def _devices(path, keep):
     assert caught.value.errno == errno.ENOENT
 
 
+# A daemon: it opens and registers, forks twice, and registers again in its grandchild.
+DAEMON = """
+import ctypes, mmap, os, subprocess, sys
+DEVICE = "/dev/infiniband/uverbs0"
+subprocess.run(["mount", "-t", "tmpfs", "none", "/dev/infiniband"], check=True)
+os.mknod(DEVICE, 0o600 | 0o020000, os.makedev(1, 5))
+library, does = ctypes.CDLL(sys.argv[1]), sys.argv[2]
+memory = mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+def use(call="register", offset=0):
+    call = getattr(library, f"standin_{call}")
+    assert call(ctypes.c_void_p(at + offset), ctypes.c_size_t(4096)) == 0
+if does != "never opens":
+    os.open(DEVICE, os.O_RDWR)
+use()
+print(os.getpid(), flush=True)
+for _ in range(2):
+    if os.fork():
+        os.wait()
+        sys.exit()
+if does == "opens again":
+    os.open(DEVICE, os.O_RDWR)
+use("release") if does == "cleans up" else [use(offset=4096) for _ in range(2)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "keep", "told"),
+    [
+        ("goes on", False, True),
+        ("goes on", True, False),
+        ("opens again", False, False),
+        ("cleans up", False, False),
+        ("never opens", False, False),
+    ],
+)
+def test_a_daemon_that_goes_on_with_its_parent_s_device_is_told_once(
+    build, device_directory, report, does, keep, told
+):
+    path, lines = report
+    env = {"RDMAFORK_REPORT": str(path), "RDMAFORK_KEEP_DEVICES": "1" if keep else None}
+    command = [*NAMESPACE, sys.executable, "-c", DAEMON, build(), does]
+    done = execute(command, env, text=True)
+    if "PermissionError" in done.stderr:
+        pytest.skip("no device files can be made here")
+    assert done.returncode == 0, done.stderr
+    parent = int(done.stdout)
+    found = [line for line in lines() if line["program"] == sys.executable]
+    daemon, middle, opener = found
+    assert (daemon["ppid"], middle["ppid"], opener["pid"]) == (middle["pid"], parent, parent)
+    message = (
+        f"rdmafork: pid {daemon['pid']} uses a device opened before fork() in pid {parent}; "
+        "open it in the child, or use --keep-devices"
+    )
+    assert done.stderr == (f"{message}\n" if told else "")
+    assert [line["errors"] for line in found] == [[message] if told else [], [], []]
+
+
 OPENS = """
 import os, subprocess, sys
 subprocess.run(["mount", "-t", "tmpfs", "none", "/dev/infiniband"], check=True)

@@ -157,6 +157,60 @@ void rf_elf_path(const char *name, char *path, size_t nbytes)
 	path[length] = '\0';
 }
 
+/* The next note after @note, in @left bytes; NULL: it is cut short. */
+static const char *next_note(const ElfW(Nhdr) * note, size_t left)
+{
+	const uint64_t nbytes = sizeof(*note) + (((uint64_t)note->n_namesz + 3) & ~3ull) +
+				(((uint64_t)note->n_descsz + 3) & ~3ull);
+
+	return nbytes <= left ? (const char *)note + nbytes : NULL;
+}
+
+/* Of one segment of notes. */
+static bool find_build_id(uintptr_t at, size_t left, char *hex, size_t nbytes)
+{
+	const uintptr_t end = at + left;
+	const unsigned char *id;
+	const ElfW(Nhdr) * note;
+	const char *next;
+	size_t i;
+
+	while (end - at >= sizeof(*note) && !(at & 3)) {
+		note = (const void *)at;
+		next = next_note(note, end - at);
+		if (!next)
+			return false;
+		at = (uintptr_t)next;
+		if (note->n_type != NT_GNU_BUILD_ID || note->n_namesz != sizeof("GNU") ||
+		    memcmp(note + 1, "GNU", sizeof("GNU")) != 0)
+			continue;
+		id = (const unsigned char *)(note + 1) + sizeof("GNU");
+		for (i = 0; i < note->n_descsz && 2 * i + 2 < nbytes; i++) {
+			hex[2 * i] = "0123456789abcdef"[id[i] >> 4];
+			hex[2 * i + 1] = "0123456789abcdef"[id[i] & 15];
+		}
+		hex[2 * i] = '\0';
+		return true;
+	}
+	return false;
+}
+
+void rf_elf_build_id(const struct rf_elf *object, char *hex, size_t nbytes)
+{
+	size_t i, left;
+
+	*hex = '\0';
+	for (i = 0; i < object->header_count; i++) {
+		const rf_elf_header *header = &object->headers[i];
+		uintptr_t at = object->base + header->p_vaddr;
+
+		left = header->p_type == PT_NOTE ? room_at(object, at, PF_R) : 0;
+		left = left < header->p_memsz ? left : header->p_memsz;
+		if (find_build_id(at, left, hex, nbytes))
+			return;
+	}
+}
+
 /* The symbol, if it defines that function. */
 static const rf_elf_symbol *definition(const struct rf_elf *object, size_t index,
 				       const char *name)

@@ -46,6 +46,9 @@ bool rf_elf_read(struct rf_elf *object, const struct dl_phdr_info *info);
 /* Where its file is, cut at @nbytes: of the program too, to which the loader gives no name. */
 void rf_elf_path(const char *name, char *path, size_t nbytes);
 
+/* Which file it is, in hexadecimal, whatever lies at its path later; "": it does not say. */
+void rf_elf_build_id(const struct rf_elf *object, char *hex, size_t nbytes);
+
 /* The address of a function it defines, in code that can be read; 0: none. */
 uintptr_t rf_elf_find(const struct rf_elf *object, const char *name);
 

@@ -113,6 +113,7 @@ struct place {
 	uintptr_t address;
 	uintptr_t offset;
 	char path[RF_JSON_STRING];	/* "": in no object */
+	char build_id[129];
 };
 
 static int find_place(struct dl_phdr_info *info, size_t size, void *data)
@@ -126,6 +127,7 @@ static int find_place(struct dl_phdr_info *info, size_t size, void *data)
 		return 0;
 	place->offset = place->address - object.base;
 	rf_elf_path(object.name, place->path, sizeof(place->path));
+	rf_elf_build_id(&object, place->build_id, sizeof(place->build_id));
 	return 1;
 }
 
@@ -140,6 +142,7 @@ static void put_caller(struct rf_json *json, const struct caller *caller)
 	rf_json_open(json, NULL, '{');
 	rf_json_string(json, "symbol", known.dli_sname);
 	rf_json_string(json, "object", *place.path ? place.path : NULL);
+	rf_json_string(json, "build_id", *place.build_id ? place.build_id : NULL);
 	rf_json_number(json, "offset", place.offset);
 	rf_json_number(json, "count", caller->count);
 	rf_json_close(json, '}');

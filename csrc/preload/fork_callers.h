@@ -20,8 +20,9 @@ void rf_fork_callers_count(void);
 void rf_fork_callers_clear(void);
 
 /*
- * A list of them: symbol, object, offset, count. The loader knows symbols that others may call;
- * for the rest the offset, which is the address as the file has it, leads to its name there.
+ * A list of them: symbol, object, build_id, offset, count. The loader knows symbols that others
+ * may call; for the rest the offset, the address as that build of the file has it, leads to its
+ * name there.
  */
 void rf_fork_callers_put(struct rf_json *json, const char *name);
 

@@ -3,6 +3,7 @@
     header ─ program headers ─ PT_INTERP   the loader; a static program has none
                              ├ PT_DYNAMIC  DT_NEEDED: the libraries it is linked with
                              │             DT_JMPREL, DT_RELA, DT_REL: relocations, each of a symbol
+                             ├ PT_NOTE     the build id: another for every other file
                              └ PT_LOAD     what lies where in memory, and so in the file
            └ section headers ─ SHT_SYMTAB  all functions, unless it was stripped
                              └ SHT_DYNSYM  those that other files may call
@@ -19,7 +20,8 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import NamedTuple
 
-_PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
+_PT_LOAD, _PT_DYNAMIC, _PT_INTERP, _PT_NOTE = 1, 2, 3, 4
+_NT_GNU_BUILD_ID = 3
 _SHT_SYMTAB, _SHT_DYNSYM, _STT_FUNC = 2, 11, 2
 _DT_NEEDED, _DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB = 1, 2, 5, 6
 _DT_RELA, _DT_RELASZ, _DT_REL, _DT_RELSZ, _DT_PLTREL, _DT_JMPREL = 7, 8, 17, 18, 20, 23
@@ -98,6 +100,19 @@ class Elf:
     def needed(self) -> list[str]:
         """The names of the libraries it is linked with."""
         return [self._name(value) for tag, value in self._dynamic() if tag == _DT_NEEDED]
+
+    @property
+    def build_id(self) -> str | None:
+        """In hexadecimal; None: the file has none."""
+        for segment in self._segments():
+            at, end = segment.offset, segment.offset + segment.nbytes
+            while segment.kind == _PT_NOTE and end - at >= 12:
+                name_nbytes, nbytes, kind = self._read("III", at)
+                start = at + 12 + (name_nbytes + 3 & ~3)
+                if kind == _NT_GNU_BUILD_ID and self._data[at + 12 : start] == b"GNU\0":
+                    return self._data[start : start + nbytes].hex()
+                at = start + (nbytes + 3 & ~3)
+        return None
 
     def imports(self) -> set[str]:
         """The symbols that relocations name: those that another library may define."""

@@ -104,18 +104,18 @@ def _caller(found: dict[str, Any]) -> str:
     symbol, path, offset = found["symbol"], found["object"], found.get("offset")
     where = os.path.basename(path or "unknown code")
     if not symbol and path and offset is not None:
-        symbol = _function_at(path, _number(offset))
+        symbol = _function_at(path, found.get("build_id"), _number(offset))
         where = where if symbol else f"{where}+{offset:#x}"
     return f"{symbol} in {where}" if symbol else where
 
 
-def _read_function(path: str, address: int) -> str | None:
+def _read_function(path: str, build_id: str | None, address: int) -> str | None:
     """A function that others may not call is not known to the process, only to its file."""
     with contextlib.suppress(OSError, ValueError):
         # Nobody knows who wrote the report: a named pipe would be waited for.
         if os.path.isfile(path):
             with Elf(path) as elf:
-                return elf.function_at(address)
+                return elf.function_at(address) if elf.build_id == build_id else None
     return None
 
 

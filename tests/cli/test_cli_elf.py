@@ -59,6 +59,13 @@ def test_its_functions_are_those_of_readelf(path):
         assert elf.function_at(0) is None and elf.function_at(1 << 62) is None
 
 
+@pytest.mark.parametrize("path", FILES)
+def test_its_build_id_is_that_of_readelf(path):
+    found = re.search(r"Build ID: ([0-9a-f]+)", readelf("-W", "-n", path))
+    with Elf(path) as elf:
+        assert elf.build_id == (found[1] if found else None)
+
+
 def test_where_a_symbol_is():
     with Elf(rdmafork.get_library()) as elf:
         assert elf.function_at(elf.address_of("rf_register")) == "rf_register"
@@ -122,7 +129,7 @@ def test_broken_files_are_no_worse_than_not_elf(tmp_path):
         try:
             with Elf(str(path)) as elf:
                 _ = elf.machine, elf.interpreter, elf.needed, elf.imports()
-                _ = elf.function_at(0x8000), elf.address_of("rf_abi")
+                _ = elf.function_at(0x8000), elf.address_of("rf_abi"), elf.build_id
         except NotElf:
             failed += 1
     assert failed

@@ -35,7 +35,9 @@ static const char *const names[NAMES] = {
 };
 
 static char *image;
-static rf_elf_header headers[SEGMENTS + 4];
+#define HEADERS (SEGMENTS + 4)
+
+static rf_elf_header headers[HEADERS + 2]; /* and notes: the last page of a segment, and all */
 static struct dl_phdr_info info;
 
 static struct segment {
@@ -102,7 +104,13 @@ static void use(void)
 	const char *name = NULL;
 	uintptr_t *slot, found;
 	size_t i, at = 0, slots = 0;
+	char build_id[41];
 
+	add_header(PT_NOTE, PF_R, segments[0].end - PAGE, segments[0].end);
+	add_header(PT_NOTE, PF_R, segments[0].start, UINTPTR_MAX);
+	(void)rf_elf_read(&object, &info);
+	rf_elf_build_id(&object, build_id, sizeof(build_id));
+	CHECK(strlen(build_id) < sizeof(build_id));
 	if (!rf_elf_read(&object, &info))
 		return;
 	for (i = 0; i < NAMES; i++) {
@@ -184,7 +192,7 @@ static void any_object(void)
 			   any_address());
 	/* One that can be read, as none of the rest is looked at else. */
 	dynamic = (rf_elf_entry *)((segments[0].start + 7) & ~(uintptr_t)7);
-	if (info.dlpi_phnum < COUNT_OF(headers))
+	if (info.dlpi_phnum < HEADERS)
 		add_header(PT_DYNAMIC, PF_R, (uintptr_t)dynamic, segments[0].end);
 	for (i = 0; !check_played() && (uintptr_t)(dynamic + 1) <= segments[0].end && i < 24; i++) {
 		dynamic->d_tag = check_below(16) ? tags[check_below(COUNT_OF(tags) - 1)]

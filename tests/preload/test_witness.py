@@ -395,6 +395,23 @@ def forks(tmp_path):
     return compile_c(tmp_path / "forks", "-O1", "-rdynamic", tmp_path / "forks.c")
 
 
+def test_who_forked_is_not_named_by_another_file_in_its_place(report, tmp_path, capsys):
+    """The program was built anew before the report was read."""
+    path, _ = report
+    source = FORKS.replace(
+        "__attribute__((noinline)) void", "__attribute__((noinline)) static void"
+    )
+    (tmp_path / "forks.c").write_text(source)
+    options = ("-O1", "-Wl,--build-id", tmp_path / "forks.c")
+    program = compile_c(tmp_path / "forks", *options)
+    execute([program], {"RDMAFORK_REPORT": str(path), "RDMAFORK_TRACE_FORKS": "1"})
+    (tmp_path / "forks.c").write_text(source.replace("_caller(", "_other(") + "int more;\n")
+    compile_c(tmp_path / "forks", *options)
+    assert main(["report", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "5  forks+0x" in told and "_other" not in told
+
+
 LINKED = {"pie": ["-pie", "-fPIE"], "no-pie": ["-no-pie"], "stripped": ["-s"]}
 
 

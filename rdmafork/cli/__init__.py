@@ -14,17 +14,18 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rdmafork import __version__
+from rdmafork.cli import terminal
 
 # Each is a module here with DESCRIPTION, EPILOG, add_arguments(parser) and run(args) -> exit
 # status, imported when it is the one that is wanted. USAGE_STATUS: after wrong arguments.
 COMMANDS = {
-    "bench": "measure what registrations and forks cost here, beside libibverbs",
-    "config": "print the flags that compile and link with the engine, for C",
-    "demo": "see what fork() does to pinned memory, without and with rdmafork",
-    "devices": "list the RDMA devices, and say why one cannot be used",
-    "doctor": "find out what stands in the way of RDMA and fork() here",
-    "exec": "run any program with fork() safe and cheap",
-    "report": "merge what programs under exec reported into one table",
+    "bench": "measure what registering and fork() cost, compared with libibverbs",
+    "config": "print the flags that compile and link a C program with rdmafork",
+    "demo": "show what fork() does to pinned memory, without and with rdmafork",
+    "devices": "list the RDMA devices, and why one cannot be used",
+    "doctor": "check what RDMA and fork() need, on this machine or on a cluster",
+    "exec": "run a program, unchanged, with fork() made safe and cheap",
+    "report": "merge the reports of `rdmafork exec --report` into one table",
 }
 
 DESCRIPTION = """\
@@ -42,7 +43,7 @@ In a program:
 """
 
 EPILOG = """\
-`rdmafork COMMAND --help` explains one command, with examples and exit statuses.
+`rdmafork help COMMAND` explains one command, with examples and exit statuses.
 """
 
 
@@ -55,47 +56,68 @@ class _Parser(argparse.ArgumentParser):
         self.print_usage(sys.stderr)
         self.exit(self.usage_status, f"{self.prog}: {message}\n")
 
+    def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """parse_args(), which says of a wrong option which one may be meant."""
+        args, unknown = self.parse_known_args(arguments)
+        for word in unknown:
+            if word.startswith("-"):
+                option = word.partition("=")[0]
+                near = terminal.did_you_mean(option, self._option_string_actions)
+                self.error(f"there is no option {option}.{near}")
+            self.error(f"unexpected argument: {word}")
+        return args
 
-def _parser(wanted: str | None) -> argparse.ArgumentParser:
-    """The parser, of which only the wanted command knows its arguments."""
+
+def _top() -> _Parser:
+    """What `rdmafork --help` shows; the commands have parsers of their own."""
     parser = _Parser(
         prog="rdmafork",
+        usage="rdmafork COMMAND [ARGUMENT ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rdmafork {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        if name != wanted:
-            subparsers.add_parser(name, help=summary, add_help=False)
-            continue
-        command = importlib.import_module(f"rdmafork.cli.{name}")
-        subparser = subparsers.add_parser(
-            name,
-            help=summary,
-            description=command.DESCRIPTION,
-            epilog=command.EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        status = getattr(command, "USAGE_STATUS", _Parser.usage_status)
-        parser.usage_status = subparser.usage_status = status
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        commands.add_parser(name, help=summary, add_help=False)
     return parser
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser = _parser(next((a for a in arguments if not a.startswith("-")), None))
     if not arguments:
-        parser.print_help()
+        _top().print_help()
         return 2
+    name, *rest = arguments
+    if name == "help":
+        name, rest = (rest[0], ["--help"]) if rest else ("--help", [])
     try:
-        args = parser.parse_args(arguments)
+        if name in COMMANDS:
+            return _run_command(name, rest)
+        if not name.startswith("-"):
+            near = terminal.did_you_mean(name, COMMANDS)
+            _top().error(f"there is no command {name}.{near or _CHOICE}")
+        _top().parse_all([name])
+        _top().error(f"name a command.{_CHOICE}")
     except SystemExit as leaving:  # with 0 after --help and --version
         return leaving.code if isinstance(leaving.code, int) else 2
-    status: int = args.run(args)
+
+
+_CHOICE = f" The commands are {', '.join(COMMANDS)}."
+
+
+def _run_command(name: str, arguments: Sequence[str]) -> int:
+    command = importlib.import_module(f"rdmafork.cli.{name}")
+    parser = _Parser(
+        prog=f"rdmafork {name}",
+        description=command.DESCRIPTION,
+        epilog=command.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.usage_status = getattr(command, "USAGE_STATUS", _Parser.usage_status)
+    command.add_arguments(parser)
+    status: int = command.run(parser.parse_all(arguments))
     return status
 
 

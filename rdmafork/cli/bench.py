@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     names = _harness.names()
     for name in args.name:
         if name not in names:
-            print(f"rdmafork bench: {name} is none of {', '.join(names)}", file=sys.stderr)
+            near = terminal.did_you_mean(name, names) or f" The benchmarks are {', '.join(names)}."
+            print(f"rdmafork bench: there is no benchmark {name}.{near}", file=sys.stderr)
             return 2
     argv = ["--quick"] if args.quick else []
     status: int = _harness.run_all(args.name or names, argv, args)

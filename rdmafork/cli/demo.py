@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="less memory, fewer rounds: a few seconds"
     )
     parser.add_argument("--json", action="store_true", help="print everything seen as JSON")
+    terminal.add_color(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        print(demo_screen.render(report, terminal.Paint(sys.stdout)))
+        print(demo_screen.render(report, terminal.Paint(sys.stdout, args.color)))
     return 0 if report["ok"] else 1
 
 

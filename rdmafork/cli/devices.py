@@ -36,6 +36,7 @@ COLUMNS = (("device", 11), ("port", 5), ("state", 8), ("link", 11), ("rate", 11)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="everything, with GID tables")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    terminal.add_color(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         cure = "modprobe ib_core, or load the driver of the device; `rdmafork doctor` tells more"
         print("\n".join(terminal.wrap(f"rdmafork devices: {problem}; {cure}")), file=sys.stderr)
     else:
-        paint = terminal.Paint(sys.stdout)
+        paint = terminal.Paint(sys.stdout, args.color)
         show = _details if args.verbose else _table
         print("\n".join(show([_facts(device, args.verbose) for device in devices], paint)))
     if problem:

@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pid", type=int, metavar="N", help="look at process N instead")
     parser.add_argument("--strict", action="store_true", help="warnings fail too (exit status 1)")
     parser.add_argument("--json", action="store_true", help="print every row as JSON")
+    terminal.add_color(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         prefix = launchers.prefix(rank)
         # At once: other ranks write there too.
-        print("\n".join(prefix + line for line in _screen(found, terminal.Paint(sys.stdout))))
+        print("\n".join(prefix + line for line in _screen(found, terminal.Paint(sys.stdout, args.color))))
     counts = _counts(found)
     if counts[PROBLEM] or (args.strict and counts[WARNING]):
         return 1

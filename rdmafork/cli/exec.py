@@ -207,8 +207,11 @@ def _report(path: str, rank: launchers.Rank | None) -> str:
         text = "it is a link, which somebody else may have put there"
         raise Refused(FAILED, f"no report can be written to {path}: {text}; name the file itself")
     directory = os.path.dirname(path)
-    if os.path.isdir(path) or not os.path.isdir(directory):
-        raise Refused(FAILED, f"no report can be written to {path}: there is no such file")
+    if os.path.isdir(path):
+        raise Refused(FAILED, f"no report can be written to {path}: it is a directory")
+    if not os.path.isdir(directory):
+        text = f"there is no directory {directory}"
+        raise Refused(FAILED, f"no report can be written to {path}: {text}")
     if not os.access(path if os.path.exists(path) else directory, os.W_OK):
-        raise Refused(FAILED, f"no report can be written to {path}: no permission")
+        raise Refused(FAILED, f"no report can be written to {path}: permission denied")
     return path

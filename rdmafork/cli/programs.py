@@ -91,9 +91,12 @@ def _find(program: str, environ: Mapping[str, str]) -> str:
     if os.path.isdir(program):
         raise Refused(CANNOT_RUN, f"{program} is a directory")
     if shutil.which(program, mode=os.F_OK, path=environ.get("PATH", os.defpath)):
-        raise Refused(CANNOT_RUN, f"{program} may not be executed: chmod +x")
-    where = "" if os.sep in program else " in PATH"
-    raise Refused(NOT_FOUND, f"there is no {program}{where}")
+        raise Refused(CANNOT_RUN, f"{program} is not executable: chmod +x")
+    directory = os.path.dirname(program)
+    if directory and not os.path.exists(directory):
+        raise Refused(NOT_FOUND, f"cannot find {program}: there is no directory {directory}")
+    where = "" if directory else " in PATH"
+    raise Refused(NOT_FOUND, f"there is no program {program}{where}")
 
 
 def _head(path: str) -> bytes:

@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILE", nargs="+", help="reports; - is stdin")
     parser.add_argument("--all", action="store_true", help=f"show more than {SHOWN} processes")
     parser.add_argument("--json", action="store_true", help="everything as JSON")
+    terminal.add_color(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_document(processes, broken), indent=2))
     else:
         _tell(broken)
-        paint = terminal.Paint(sys.stdout)
+        paint = terminal.Paint(sys.stdout, args.color)
         shown = processes if args.all else processes[:SHOWN]
         if not processes and not broken:
             print("rdmafork report: empty: no process has reported yet", file=sys.stderr)

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import os
 import re
 import sys
 import textwrap
+from collections.abc import Iterable
 from typing import TextIO
 
 _COLOURS = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 
 
-def wants_colour(stream: TextIO) -> bool:
-    """Only a terminal, and only if its user did not say otherwise (no-color.org)."""
+def add_color(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="auto, the default: on a terminal only, and not with NO_COLOR",
+    )
+
+
+def wants_colour(stream: TextIO, color: str = "auto") -> bool:
+    """auto: only a terminal, and only if its user did not say otherwise (no-color.org)."""
+    if color != "auto":
+        return color == "always"
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class Paint:
     """paint("text", "red"): the text, coloured if the stream wants it, or not with None."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._on = wants_colour(stream)
+    def __init__(self, stream: TextIO, color: str = "auto") -> None:
+        self._on = wants_colour(stream, color)
 
     def __call__(self, text: str, colour: str | None) -> str:
         return f"\033[{_COLOURS[colour]}m{text}\033[0m" if self._on and colour else text
@@ -50,6 +64,12 @@ def wrap(text: str, indent: str = "", first: str | None = None) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """ " Did you mean doctor?", or nothing where no word is near."""
+    near = difflib.get_close_matches(word, words, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def printable(text: str) -> str:

@@ -42,6 +42,37 @@ def test_the_version_and_wrong_usage():
         assert done.returncode == 2 and done.stderr and not done.stdout, arguments
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "usage", "message"),
+    [
+        ("docter", 2, "rdmafork COMMAND", "rdmafork: there is no command docter. "
+         "Did you mean doctor?"),
+        ("xyzzy", 2, "rdmafork COMMAND", "rdmafork: there is no command xyzzy. "
+         f"The commands are {', '.join(COMMANDS)}."),
+        ("help docter", 2, "rdmafork COMMAND", "rdmafork: there is no command docter. "
+         "Did you mean doctor?"),
+        ("--versoin", 2, "rdmafork COMMAND", "rdmafork: there is no option --versoin. "
+         "Did you mean --version?"),
+        ("doctor --strikt", 2, "rdmafork doctor ", "rdmafork doctor: there is no option --strikt. "
+         "Did you mean --strict?"),
+        ("doctor --xyzzy", 2, "rdmafork doctor ", "rdmafork doctor: there is no option --xyzzy."),
+        ("devices mlx5_0", 2, "rdmafork devices ", "rdmafork devices: unexpected argument: mlx5_0"),
+        ("exec --repot=r -- ls", 125, "rdmafork exec ", "rdmafork exec: there is no option "
+         "--repot. Did you mean --report?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_word_gets_its_own_usage_and_what_may_be_meant(arguments, status, usage, message):
+    done = command(*arguments.split())
+    first, *_, last = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, last) == (status, "", message)
+    assert first.startswith(f"usage: {usage}")
+
+
+def test_help_is_a_command_too():
+    assert command("help").stdout == command("--help").stdout
+    assert command("help", "exec").stdout == command("exec", "--help").stdout
+
+
 @pytest.mark.parametrize("arguments", [("--help",), ("doctor",), ("devices", "--help")])
 def test_nobody_reading_on_is_no_error(arguments):
     reading, writing = os.pipe()
@@ -133,3 +164,9 @@ def test_colours_only_where_they_are_wanted():
     assert "\033" not in on_a_terminal("doctor", NO_COLOR="1")
     assert "\033" not in on_a_terminal("doctor", TERM="dumb")
     assert "\033" not in command("doctor").stdout
+
+
+def test_colours_can_be_asked_for():
+    assert "\033[32mOK" in command("doctor", "--color=always").stdout
+    assert "\033" not in on_a_terminal("doctor", "--color", "never")
+    assert "\033[32mOK" in on_a_terminal("doctor", "--color=always", NO_COLOR="1")

@@ -220,15 +220,19 @@ def test_a_refusal_says_which_rank_it_is():
 
 
 def test_a_report_that_cannot_be_written_is_told_at_once(tmp_path):
-    for path in (tmp_path / "none/r.json", tmp_path):
+    for path, why in (
+        (tmp_path / "none/r.json", f"there is no directory {tmp_path}/none"),
+        (tmp_path, "it is a directory"),
+    ):
         done = execute("--report", str(path), "true")
-        assert done.returncode == 125 and "no report can be written" in done.stderr
+        said = " ".join(done.stderr.split())
+        assert done.returncode == 125 and "no report can be written" in said and why in said
     gone = f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone"
     line = f"{gone} && {shlex.join([*EXEC, '--report', 'r.json', 'true'])}"
     done = subprocess.run(line, shell=True, capture_output=True, text=True, env=environment({}))
     assert done.returncode == 125 and "working directory is" in done.stderr
     if os.geteuid() == 0:
-        with pytest.raises(AssertionError, match="no permission"):
+        with pytest.raises(AssertionError, match="permission denied"):
             as_nobody(lambda: command._report(str(tmp_path / "r.json"), None))
 
 
@@ -250,8 +254,10 @@ def test_wrong_usage_is_125():
 
 def test_no_such_program_is_127(tmp_path):
     done = execute("no-such-program-anywhere")
-    assert done.returncode == 127 and "there is no no-such-program-anywhere" in done.stderr
-    assert refused(tmp_path / "missing")[0] == 127
+    assert done.returncode == 127 and "no program no-such-program-anywhere" in done.stderr
+    assert refused(tmp_path / "missing") == (127, f"there is no program {tmp_path}/missing")
+    why = f"cannot find {tmp_path}/none/app: there is no directory {tmp_path}/none"
+    assert refused(tmp_path / "none/app") == (127, why)
     assert refused("true", env={"PATH": str(tmp_path)})[0] == 127
 
 
@@ -259,7 +265,7 @@ def test_what_may_not_be_executed_is_126(tmp_path):
     path = tmp_path / "plain"
     path.write_text("#!/bin/sh\n")
     path.chmod(0o644)
-    assert refused(path) == (126, f"{path} may not be executed: chmod +x")
+    assert refused(path) == (126, f"{path} is not executable: chmod +x")
     assert refused(tmp_path) == (126, f"{tmp_path} is a directory")
     done = execute("--", str(path))
     assert done.returncode == 126 and done.stdout == ""

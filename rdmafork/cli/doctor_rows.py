@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"
+STATUSES = (PROBLEM, WARNING, SKIPPED, OK)  # the worst first
 
 
 class Row(NamedTuple):

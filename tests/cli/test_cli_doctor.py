@@ -162,8 +162,15 @@ def test_under_a_launcher_every_line_says_whose_it_is(env, prefix):
     done = doctor(env=env)
     host = os.uname().nodename.partition(".")[0]
     assert all(line.startswith(f"{prefix}{host}: ") for line in done.stdout.splitlines())
-    document = json.loads(doctor("--json", env=env).stdout)
-    assert (document["rank"]["rank"], document["host"]) == (int(prefix[0]), host)
+    for line in doctor("--json", env=env).stdout.splitlines():
+        document = json.loads(line)
+        assert (document["rank"], document["host"]) == (int(prefix[0]), host)
+
+
+def test_quiet_prints_only_what_is_not_ok():
+    done = doctor("-q", env={"RDMAV_HUGEPAGES_SAFE": "1"})
+    assert "  WARNING RDMAV_HUGEPAGES_SAFE=1: " in done.stdout and "  OK " not in done.stdout
+    assert "Kernel" in doctor().stdout and done.stdout.count("\n\n") >= 2
 
 
 # ---- broken situations ------------------------------------------------------------------

@@ -326,7 +326,9 @@ def test_any_line_of_a_report_is_shown_or_broken(tmp_path_factory, found, as_jso
     path.write_bytes(b"\n".join(found))
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = report.run(argparse.Namespace(files=[str(path)], all=True, json=as_json))
+        status = report.run(
+            argparse.Namespace(files=[str(path)], all=True, json=as_json, color="never")
+        )
     assert status in (0, 1, 2)
     assert out.getvalue() or err.getvalue()
     if as_json:

@@ -89,7 +89,7 @@ def parser(name: str) -> argparse.ArgumentParser:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="fewer rows and rounds: seconds")
+    parser.add_argument("--quick", action="store_true", help="fewer rows and rounds: seconds each")
     parser.add_argument("--json", metavar="FILE", help="write measurements as JSON; - prints them")
     parser.add_argument("--plot", metavar="DIR", type=Path, help="draw figures, with matplotlib")
 
@@ -112,8 +112,11 @@ def run(name: str, argv: Sequence[str]) -> Document:
 
 def show(document: Document) -> str:
     module = load(document["benchmark"])
-    lines = [document["question"], ""]
-    lines += module.table(document) if hasattr(module, "table") else table(module, document)
+    rows = list(module.table(document) if hasattr(module, "table") else table(module, document))
+    lines = [document["question"], *rows]
+    if any(" 1.00x" in line for line in rows):
+        lines[1:1] = [f"(1.20x is 1.2 times {module.FLOOR!r} in the same column)"]
+    lines.insert(-len(rows), "")
     lines += [f"skipped: {told(skip)}" for skip in document["skipped"]]
     return "\n".join([*lines, in_words(document["machine"])])
 

@@ -1,12 +1,12 @@
 """A result as a table to read in a terminal: a block for each measure and situation."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 from rdmafork.cli import terminal
 
-from ._measures import spread
+from ._measures import middle, spread
 
 Row = dict[str, Any]
 
@@ -19,7 +19,7 @@ def table(module: ModuleType, document: dict[str, Any]) -> Iterator[str]:
         for values in dict.fromkeys(tuple(row[name] for name in fixed) for row in rows):
             chosen = [row for row in rows if tuple(row[name] for name in fixed) == values]
             told = [f"{k} {shown(k, v)}" for k, v in zip(fixed, values, strict=True)]
-            title = ", ".join([measure.replace("_", " "), *told])
+            title = ", ".join([titled(measure), *told])
             yield from block(module, measure, across, chosen, title)
 
 
@@ -28,11 +28,10 @@ def block(
 ) -> Iterator[str]:
     columns = list(dict.fromkeys(row[across] for row in rows))
     lines = [[title, *(shown(across, value) for value in columns)]]
+    printed = printer(measure, module.MEASURES[measure], (row[measure] for row in rows))
     for peer in dict.fromkeys(row["peer"] for row in rows):
         found = {row[across]: row[measure] for row in rows if row["peer"] == peer}
-        lines.append(
-            [peer, *(cell(found.get(value), module.MEASURES[measure]) for value in columns)]
-        )
+        lines.append([peer, *(cell(found.get(value), printed) for value in columns)])
     yield from aligned(lines)
     widest = max(spread(row[measure]) for row in rows)
     if widest:
@@ -40,12 +39,42 @@ def block(
     yield ""
 
 
-def cell(value: Any, printed: Any) -> str:
+_NS = {"ns": 1.0, "us": 1e3}
+
+
+def titled(measure: str) -> str:
+    """Without the unit of the JSON: each cell has its own."""
+    name, _, unit = measure.rpartition("_")
+    return (name if unit in _NS or unit == "bytes" else measure).replace("_", " ")
+
+
+def printer(measure: str, printed: Any, values: Iterable[Any]) -> Callable[[float], str]:
+    """What prints these: times all in one unit, others as the benchmark has it."""
+    ns = _NS.get(measure.rpartition("_")[2])
+    if ns is None:
+        return lambda value: str(printed(value))
+    show = terminal.durations(middle(value) * ns for value in values if value is not None)
+    return lambda value: show(value * ns)
+
+
+def by_measure(
+    rows: list[Row], measures: dict[str, Any], value: Callable[[Any], float] = middle
+) -> list[list[str]]:
+    """A line a row and a column a measure, below the measures' names."""
+    columns = []
+    for measure, printed in measures.items():
+        found = [None if row.get(measure) is None else value(row[measure]) for row in rows]
+        show = printer(measure, printed, found)
+        columns.append([titled(measure), *("-" if v is None else show(v) for v in found)])
+    return [list(line) for line in zip(["", *(row["peer"] for row in rows)], *columns, strict=True)]
+
+
+def cell(value: Any, printed: Callable[[float], str]) -> str:
     if value is None:
         return "-"
     if not isinstance(value, dict):
-        return str(printed(value))
-    ratio = f" {terminal.ratio(value['to_floor'], 1):>6}" if "to_floor" in value else ""
+        return printed(value)
+    ratio = f" {terminal.ratio(value['to_floor'], 1):>7}" if "to_floor" in value else ""
     return f"{printed(value['median'])}{ratio}"
 
 

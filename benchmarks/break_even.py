@@ -177,17 +177,19 @@ def table(document: Document) -> Iterator[str]:
         rows = [row for row in document["rows"] if row["memory"] == memory]
         pages = list(dict.fromkeys(row["pages"] for row in rows))
         lines = [[f"{memory}; pages a run", *map(str, pages)]]
-        for measure, shown in MEASURES.items():
+        for measure, printed in MEASURES.items():
+            values = [row[measure] for row in rows if measure in row]
+            shown = _tables.printer(measure, printed, values)
             for peer in dict.fromkeys(row["peer"] for row in rows):
                 cells = {row["pages"]: row[measure] for row in rows
                          if row["peer"] == peer and measure in row}  # fmt: skip
                 if cells:
-                    name = f"{peer}, {measure.replace('_', ' ')}"
+                    name = f"{peer}, {_tables.titled(measure)}"
                     lines.append([name, *(_tables.cell(cells.get(k), shown) for k in pages)])
                 if measure == "saved_ns" and cells:
                     ends = [quartiles(cells[k]) for k in pages]
                     lines.append(
-                        ["  half of the samples", *(f"{a:,.0f} to {b:,.0f}" for a, b in ends)]
+                        ["  half of the samples", *(f"{shown(a)} to {shown(b)}" for a, b in ends)]
                     )
         yield from _tables.aligned(lines)
         saved = {

@@ -143,16 +143,10 @@ def in_words(situation: Situation) -> str:
 def table(document: Document) -> Iterator[str]:
     """A block for each situation, a line a peer."""
     rows = document["rows"]
-    titles = [
-        name.removesuffix("_us").removesuffix("_bytes").replace("_", " ") for name in MEASURES
-    ]
     for values in dict.fromkeys(tuple(row[name] for name in PARAMETERS) for row in rows):
         chosen = [row for row in rows if tuple(row[name] for name in PARAMETERS) == values]
         yield f"{in_words(Situation(**dict(zip(PARAMETERS, values, strict=True))))}:"
-        lines = [["", *titles]]
-        for row in chosen:
-            lines.append([row["peer"], *(p(row[m]["median"]) for m, p in MEASURES.items())])
-        yield from _tables.aligned(lines)
+        yield from _tables.aligned(_tables.by_measure(chosen, MEASURES))
         yield ""
 
 

@@ -143,11 +143,16 @@ def count(rows: list[Row], skipped: Skips) -> None:
 
 def table(document: Document) -> Iterator[str]:
     lines = [["", "start and end", "over nothing", "threads", "system calls", "that do more"]]
-    for row in document["rows"]:
+    rows = document["rows"]
+    printers = {
+        name: _tables.printer(name, shown, (row.get(name) for row in rows))
+        for name, shown in MEASURES.items()
+    }
+    for row in rows:
         others = row.get("other_calls", {})
         lines.append([
             row["peer"],
-            *(_tables.cell(row.get(name), shown) for name, shown in MEASURES.items()),
+            *(_tables.cell(row.get(name), shown) for name, shown in printers.items()),
             ", ".join(f"{name} {number}" for name, number in others.items()) or "-",
         ])  # fmt: skip
     yield from _tables.aligned(lines)

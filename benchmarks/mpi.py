@@ -156,11 +156,12 @@ def table(document: Document) -> Iterator[str]:
     """A block for each measure and situation, a line a peer; who is the outlier most often."""
     rows = document["rows"]
     for measure, situation in dict.fromkeys((row["measure"], row["situation"]) for row in rows):
-        lines = [[f"{measure.replace('_', ' ')}, {situation}", *MEASURES, "farthest"]]
-        for row in rows:
-            if (row["measure"], row["situation"]) == (measure, situation):
-                values = [SHOWN[measure](row[name]) for name in MEASURES]
-                lines.append([row["peer"], *values, outlier(row)])
+        lines = [[f"{_tables.titled(measure)}, {situation}", *MEASURES, "farthest"]]
+        found = [row for row in rows if (row["measure"], row["situation"]) == (measure, situation)]
+        everything = (row[name] for row in found for name in MEASURES)
+        shown = _tables.printer(measure, SHOWN[measure], everything)
+        lines += [[row["peer"], *(shown(row[name]) for name in MEASURES), outlier(row)]
+                  for row in found]  # fmt: skip
         yield from _tables.aligned(lines)
         yield ""
     if rows:

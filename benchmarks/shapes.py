@@ -191,23 +191,15 @@ def most_times(row: Row, other: Row, measures: tuple[str, ...]) -> float:
 def table(document: Document) -> Iterator[str]:
     """A block for each shape and count, a line a peer."""
     rows = document["rows"]
-    titles = [name.rsplit("_", 1)[0] if name.endswith(("_us", "_ns")) else name
-              for name in MEASURES]  # fmt: skip
     for shape, count in dict.fromkeys((row["shape"], row["count"]) for row in rows):
         yield f"{shape}, {count:,} {SHAPES[shape].counted} (the least of several):"
-        lines = [["", *(title.replace("_", " ") for title in titles)]]
-        for row in rows:
-            if (row["shape"], row["count"]) == (shape, count):
-                cells = (cell(row.get(name), shown) for name, shown in MEASURES.items())
-                lines.append([row["peer"], *cells])
-        yield from _tables.aligned(lines)
+        found = [row for row in rows if (row["shape"], row["count"]) == (shape, count)]
+        yield from _tables.aligned(_tables.by_measure(found, MEASURES, smallest))
         yield ""
 
 
-def cell(value: Any, shown: Callable[[float], str]) -> str:
-    if value is None:
-        return "-"
-    return shown(value["minimum"] if isinstance(value, dict) else value)
+def smallest(value: Any) -> float:
+    return float(value["minimum"] if isinstance(value, dict) else value)
 
 
 def plot(document: Document, directory: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rdmafork.benchmarks import fork_latency
+from rdmafork.benchmarks import _tables, fork_latency
 from rdmafork.benchmarks._facts import in_words
 from rdmafork.cli import terminal
 
@@ -39,14 +39,16 @@ def table(*lines: list[str]) -> Iterator[str]:
         yield f"| {' | '.join(line)} |"
 
 
-def milliseconds(us: float) -> str:
-    return terminal.milliseconds(us * 1e3)
-
-
-def cell(row: Row, measure: str, shown: Callable[[float], str]) -> str:
-    """The median, and how it compares with the floor's."""
-    value = row[measure]
-    return f"{shown(value['median'])}, {terminal.ratio(value['to_floor'], 1).strip()}"
+def column(found: dict[str, Row], measure: str) -> dict[str, str]:
+    """Of each peer the median, all in one unit, and how it compares with the floor's."""
+    values = {peer: row[measure] for peer, row in found.items() if measure in row}
+    show = _tables.printer(measure, str, values.values())
+    return {
+        peer: f"{show(value['median'])}, {terminal.ratio(value['to_floor'], 1)}"
+        if "to_floor" in value
+        else show(value["median"])
+        for peer, value in values.items()
+    }
 
 
 def fork() -> Iterator[str]:
@@ -55,12 +57,12 @@ def fork() -> Iterator[str]:
         for kind in fork_latency.PAGES
     }
     base = kinds["base"]
-    measured = {kind: found for kind, found in kinds.items() if found}
+    measured = {kind: column(found, "fork_us") for kind, found in kinds.items() if found}
     yield from table(
         ["1 GiB registered and pinned", *(f"`fork()`, {kind} pages" for kind in measured),
-         "the child has for itself"],
+         "memory copied for the child"],
         *(
-            [peer, *(cell(found[peer], "fork_us", milliseconds) for found in measured.values()),
+            [peer, *(shown[peer] for shown in measured.values()),
              terminal.size(base[peer]["child_own_bytes"]["median"])]
             for peer in base
         ),
@@ -68,29 +70,25 @@ def fork() -> Iterator[str]:
 
 
 def registration() -> Iterator[str]:
-    def shown(found: dict[str, Row], peer: str) -> str:
-        return cell(found[peer], "pair_ns", terminal.nanoseconds) if peer in found else "-"
-
     new, inside = (
         rows("registration", nbytes=4096, situation=situation) for situation in ("new", "inside")
     )
+    alone, arena = column(new, "pair_ns"), column(inside, "pair_ns")
     yield from table(
-        ["register and release a page", "of its own, to the floor", "system calls",
+        ["register and release a page", "not yet registered", "system calls",
          "of a registered arena"],
-        *([peer, shown(new, peer), f"{row['system_calls']:g}" if "system_calls" in row else "-",
-           shown(inside, peer)] for peer, row in new.items()),
+        *([peer, alone[peer], f"{row['system_calls']:g}" if "system_calls" in row else "-",
+           arena.get(peer, "-")] for peer, row in new.items()),
     )  # fmt: skip
 
 
 def many() -> Iterator[str]:
     found = rows("fork_latency", pages="base", ranges=10_000)
+    columns = [column(found, m) for m in ("first_fork_us", "fork_us", "child_us")]
     yield from table(
-        ["10 000 unaligned buffers of 32 KiB", "the first `fork()`", "each after it",
+        ["10,000 unaligned buffers of 32 KiB", "the first `fork()`", "each after it",
          "until it returns in the child"],
-        *(
-            [peer, *(cell(row, m, milliseconds) for m in ("first_fork_us", "fork_us", "child_us"))]
-            for peer, row in found.items()
-        ),
+        *([peer, *(shown[peer] for shown in columns)] for peer in found),
     )  # fmt: skip
 
 
@@ -100,15 +98,15 @@ def scale() -> Iterator[str]:
     isolated, arena = (
         rows("scale", live=most, layout=layout) for layout in ("isolated", "arena")
     )  # fmt: skip
+    pairs, forks = column(isolated, "pair_ns"), column(isolated, "fork_ns")
     yield from table(
         [f"of {most:,} isolated pages", "registered", "bytes for each", "of as many in an arena",
-         "one more + release", "a `fork()` then, to the kernel's own copying"],
+         "to register and release one more", "a `fork()` then"],
         *(
             [peer, f"{row['reached']:,}",
              *(f"{found['bytes_each']:,.0f}" if "bytes_each" in found else "-"
                for found in (row, arena[peer])),
-             terminal.nanoseconds(row["pair_ns"]["median"]) if "pair_ns" in row else "-",
-             cell(row, "fork_ns", terminal.milliseconds) if "fork_ns" in row else "-"]
+             pairs.get(peer, "-"), forks.get(peer, "-")]
             for peer, row in isolated.items()
         ),
     )  # fmt: skip
@@ -119,12 +117,16 @@ def unmodified() -> Iterator[str]:
         {row["program"]: row for row in document("unmodified")["rows"] if row["peer"] == peer}
         for peer in ("alone", "under exec")
     )
+    show = _tables.printer(
+        "fork_ns", str, (row["fork_ns"] for rows in (alone, inside) for row in rows.values())
+    )
     yield from table(
         ["an unmodified program forks", "registered, at least", "`fork()`, alone",
-         "under `rdmafork exec`", "its child has for itself, alone", "under `rdmafork exec`"],
+         "under `rdmafork exec`", "memory copied for its child, alone",
+         "under `rdmafork exec`"],
         *(
             [NAMES.get(program, program), terminal.size(row["registered_bytes"]),
-             *(terminal.milliseconds(r["fork_ns"]["median"]) for r in (row, inside[program])),
+             *(show(r["fork_ns"]["median"]) for r in (row, inside[program])),
              *(terminal.size(r["child_own_bytes"]) for r in (row, inside[program]))]
             for program, row in alone.items()
         ),

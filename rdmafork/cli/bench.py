@@ -23,18 +23,19 @@ def _listed() -> str:
 
 
 DESCRIPTION = f"""\
-Measures on this machine what the manuals warn of: what it costs to register
-memory, and to fork with it, without any protection, with libibverbs' and with
-rdmafork's protection. Without a NAME it runs all of these:
+Measures on this machine what it costs to register memory, and to fork with it:
+without protection, with libibverbs' fork support and with rdmafork. Without a
+NAME it runs all of these:
 
 {_listed()}
 
-What this machine cannot run is skipped, with the reason.
+What this machine cannot run is skipped, with the reason. "1.20x" is relative to
+the line of the same column that has 1.00x.
 """
 
 EPILOG = """\
 examples:
-  rdmafork bench --quick                     all of them, in a minute or two
+  rdmafork bench --quick                     all of them, in about a minute
   rdmafork bench registration                one in full, as a table
   rdmafork bench --json all.json --plot .    everything, to keep and to look at
 
@@ -46,7 +47,7 @@ Exit status: 0 all ran, 1 one failed, 2 it could not begin.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="*", metavar="NAME", help="one of those above")
+    parser.add_argument("name", nargs="*", metavar="NAME", help="one of the above")
     _harness.add_arguments(parser)
 
 

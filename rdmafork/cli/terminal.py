@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TextIO
 
 _COLOURS = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
@@ -113,9 +114,30 @@ def nanoseconds(ns: float) -> str:
     return f"{ns:,.0f} ns" if ns >= 10 else f"{ns:.1f} ns"
 
 
+_TIMES = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
+
+
+def durations(column: Iterable[float]) -> Callable[[float], str]:
+    """What prints the nanoseconds of a column, all in one unit and none as a long row of zeros."""
+    values = [abs(ns) for ns in column if ns]
+    unit, ns_each = "ns", 1.0
+    for name, ns in _TIMES.items():
+        if values and max(values) >= 10_000 * ns_each and min(values) >= 0.01 * ns:
+            unit, ns_each = name, ns
+    return lambda ns: f"{digits(ns / ns_each, whole=unit == 'ns')} {unit}"
+
+
+def digits(value: float, whole: bool = False) -> str:
+    """Two or three of them: "1,962", "24.7", "1.04", "0.0087"."""
+    size = abs(value)
+    if size >= 100 or value == 0 or (whole and size >= 10):
+        return f"{value:,.0f}"
+    if size >= 0.1:
+        return f"{value:.{1 if size >= 10 else 2}f}"
+    return f"{value:.{min(1 - math.floor(math.log10(size)), 9)}f}"
+
+
 def ratio(value: float, base: float) -> str:
-    """How many times the base: "1.04x", "1,962x", "1/253"."""
+    """How many times the base: "1.04x", "1,962x", "0.0040x"."""
     times = value / base
-    if times < 0.1:
-        return f"1/{1 / times:,.0f}"
-    return f"{times:,.0f}x" if times >= 10 else f"{times:.2f}x"
+    return f"{times:,.0f}x" if times >= 10 else f"{digits(times)}x"

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import environment
@@ -12,6 +14,7 @@ from conftest import environment
 import rdmafork
 from rdmafork.benchmarks import _claims, _harness, _workers
 
+ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("registration", "address_space", "scale", "threads")
 try:
     import matplotlib
@@ -249,3 +252,16 @@ def test_each_claim_is_about_rows_that_are_measured(claim):
     for side in (claim.ours, claim.theirs):
         assert side.keys() <= {"peer", *module.PARAMETERS}
     assert claim.aim is None or claim.aim < claim.most
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=str)
+def test_each_block_of_a_table_has_one_unit_and_says_what_ratios_are_of(path):
+    document = json.loads(path.read_text())
+    text = _harness.show(document)
+    ratios = re.findall(r" ([\d.,]+)x\b", text)
+    assert ("1.20x is 1.2 times" in text) == bool(ratios), text
+    assert not re.search(r" 1/\d", text)
+    if hasattr(_harness.load(document["benchmark"]), "table"):
+        return  # of lines of several measures
+    for block in text.split("\n\n"):
+        assert len(set(re.findall(r"\d (ns|us|ms|s)\b", block))) <= 1, block

@@ -325,9 +325,26 @@ def test_units():
     assert [terminal.ratio(a, 100) for a in (104, 196_300, 0.4, 50)] == [
         "1.04x",
         "1,963x",
-        "1/250",
+        "0.0040x",
         "0.50x",
     ]
+    assert [terminal.ratio(a, 1) for a in (0, 1, 0.09, 12.6)] == ["0x", "1.00x", "0.090x", "13x"]
+
+
+@pytest.mark.parametrize(
+    ("column", "printed"),
+    [
+        ((19, 5172, 0), ["19 ns", "5,172 ns", "0 ns"]),
+        ((19, 5172, 321_600), ["0.019 us", "5.17 us", "322 us"]),
+        ((30, 465_200_000), ["0.030 us", "465,200 us"]),
+        ((670_000, 1_208_000_000, 34_100_000), ["0.67 ms", "1,208 ms", "34.1 ms"]),
+        ((-553, 64_420), ["-0.55 us", "64.4 us"]),
+        ((2e9, 90e9), ["2.00 s", "90.0 s"]),
+        ((), []),
+    ],
+)
+def test_a_column_of_times_has_one_unit(column, printed):
+    assert list(map(terminal.durations(column), column)) == printed
 
 
 def test_nobody_reading_is_no_error():

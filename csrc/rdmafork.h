@@ -35,10 +35,10 @@ extern "C" {
 
 /*
  * Changes when a caller compiled against an older header would misbehave. The symbols
- * carry it as their version (RDMAFORK_4): glibc's loader refuses what was linked with
+ * carry it as their version (RDMAFORK_5): glibc's loader refuses what was linked with
  * another. musl's does not look: compare rf_abi().
  */
-#define RF_ABI 4
+#define RF_ABI 5
 
 enum rf_mode {
 	RF_MODE_NONE = 0,	/* rf_fork_init() has not been called */
@@ -87,13 +87,19 @@ enum rf_cause {
 	/* No error: registered, but a child may lack other memory on the page [start, end). */
 	RF_CAUSE_SHARED_PAGE,
 	RF_CAUSE_LIBRARY,	/* ENOTSUP: a libibverbs cannot be intercepted: text */
+	RF_CAUSE_UNKNOWN_MODE,	/* EINVAL: there is no such mode: text */
 };
 
 struct rf_error {
 	enum rf_cause cause;
 	uintptr_t start, end;	/* the range the cause speaks of, page aligned */
-	char text[256];		/* names the engine, library, variable or other memory */
+	uintptr_t address;	/* what was to be registered */
+	size_t nbytes;		/* 0 where nothing was */
+	char text[256];		/* the value, engine, library, kernel or memory at fault */
 };
+
+/* Room for any text of rf_strerror(), and its final 0. */
+#define RF_STRERROR_SIZE 1024
 
 /*
  * Names one registration. The serial is never used again, in this process or in
@@ -106,6 +112,21 @@ struct rf_handle {
 	uint32_t generation;	/* of the process that registered, as rf_generation() */
 };
 
+/*
+ * Why a call returned @rc, in one sentence with the values that were wrong and what to do:
+ * the text of Python's exception. @error is what that call filled, NULL for a call that fills
+ * none. After rf_register() returned 1 with RF_CAUSE_SHARED_PAGE it is the warning's text.
+ * Writes at most @size bytes to @out, ends them with 0, and returns @out. Allocates nothing,
+ * but libc may load the translations of strerror(). Any thread may call it.
+ *
+ *	char text[RF_STRERROR_SIZE];
+ *
+ *	rc = rf_register(address, nbytes, RF_HELD, RF_OMIT, &handle, &error);
+ *	if (rc < 0)
+ *		puts(rf_strerror(rc, &error, text, sizeof(text)));
+ */
+RF_API const char *rf_strerror(int rc, const struct rf_error *error, char *out, size_t size);
+
 /* RF_ABI of the library that is loaded. */
 RF_API int rf_abi(void);
 
@@ -115,7 +136,7 @@ RF_API int rf_abi(void);
  * forked child inherits the mode and may choose another before it registers.
  * In the environment RDMAFORK_TRUST_COPYING=0: the kernel's copying is not trusted;
  * RDMAFORK_EXPLAIN_FAULTS=0: no child is told why it dies (rf_explain_faults()).
- * -EINVAL (LATE, MODE, ENVIRONMENT), -ENOTSUP, -ENOMEM, -EEXIST.
+ * -EINVAL (UNKNOWN_MODE, LATE, MODE, ENVIRONMENT), -ENOTSUP, -ENOMEM, -EEXIST.
  */
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error);
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* The ways in and out: of registrations, and of descriptors no child shall have. */
 #include "ask.h"
+#include "error_text.h"
 #include "fork.h"
 #include "fork_uses.h"
 #include "kernel.h"
@@ -22,12 +23,15 @@ static int check_arguments(uintptr_t start, size_t nbytes, enum rf_policy policy
 
 	error->start = start;
 	error->end = start + nbytes;
+	error->address = start;
+	error->nbytes = nbytes;
 	if (__builtin_add_overflow(start, nbytes, &end) || end > UINTPTR_MAX - largest_page) {
 		error->cause = RF_CAUSE_WRAP;
 		return -EOVERFLOW;
 	}
 	if ((unsigned int)policy >= RF_POLICIES) {
 		error->cause = RF_CAUSE_POLICY;
+		snprintf(error->text, sizeof(error->text), "%d", (int)policy);
 		return -EINVAL;
 	}
 	return 0;
@@ -43,8 +47,12 @@ static int keep(struct rf_engine *engine, const struct rf_slot *slot, struct rf_
 	rc = rf_ask_is_shared(&engine->tracker, slot->start, slot->end);
 	if (rc > 0)
 		return 0;
-	error->cause = rc < 0 ? RF_CAUSE_NO_PROC : RF_CAUSE_POLICY;
-	return rc < 0 ? rc : -ENOTSUP;
+	error->cause = RF_CAUSE_NO_PROC;
+	if (rc < 0)
+		return rc;
+	error->cause = RF_CAUSE_POLICY;
+	rf_error_untrusted(error);
+	return -ENOTSUP;
 }
 
 /* The slot is counted. */
@@ -224,6 +232,9 @@ RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 		rc = rf_start_by_environment(error);
 		if (rc < 0)
 			return rc;
+		/* It names no registration. */
+		error->address = (uintptr_t)address;
+		error->nbytes = nbytes;
 	}
 	rc = rf_enter(flags);
 	if (rf_unlikely(rc < 0)) {

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE /* secure_getenv(), dladdr() */
 #include "start.h"
 #include "child_fault.h"
+#include "error_text.h"
 #include "fork.h"
 #include "kernel.h"
 #include "loader_gate.h"
@@ -72,6 +73,20 @@ static bool environment_starts(void)
 	return secure_getenv("RDMAV_FORK_SAFE") || secure_getenv("IBV_FORK_SAFE");
 }
 
+static const char *mode_name(enum rf_mode mode)
+{
+	return mode == RF_MODE_LAZY ? "lazy" : "eager";
+}
+
+static int other_mode(enum rf_mode wished, enum rf_mode running, struct rf_error *error)
+{
+	error->cause = RF_CAUSE_MODE;
+	snprintf(error->text, sizeof(error->text),
+		 "fork_init(mode='%s'): the engine runs in mode '%s'", mode_name(wished),
+		 mode_name(running));
+	return -EINVAL;
+}
+
 /* The engine is entered, and the only one. */
 static int start_alone(enum rf_mode mode, bool any, const struct wishes *wishes,
 		       struct rf_error *error)
@@ -82,16 +97,15 @@ static int start_alone(enum rf_mode mode, bool any, const struct wishes *wishes,
 
 	if (engine->mode != RF_MODE_NONE && (any || mode == engine->mode))
 		return 0;
-	if (engine->mode != RF_MODE_NONE && !(engine->mode_inherited && !engine->registered)) {
-		error->cause = RF_CAUSE_MODE;
-		return -EINVAL;
-	}
+	if (engine->mode != RF_MODE_NONE && !(engine->mode_inherited && !engine->registered))
+		return other_mode(mode, engine->mode, error);
 	if (engine->registered) {
 		error->cause = RF_CAUSE_LATE;
 		return -EINVAL;
 	}
 	if (mode == RF_MODE_LAZY && !trusted) {
 		error->cause = RF_CAUSE_UNTRUSTED;
+		rf_error_untrusted(error);
 		return -ENOTSUP;
 	}
 	if (mode == RF_MODE_AUTO)
@@ -139,6 +153,13 @@ static void name_second_engine(uintptr_t other, struct rf_error *error)
 	rf_loader_gate_leave();
 }
 
+static int unknown_mode(enum rf_mode mode, struct rf_error *error)
+{
+	error->cause = RF_CAUSE_UNKNOWN_MODE;
+	snprintf(error->text, sizeof(error->text), "%d", (int)mode);
+	return -EINVAL;
+}
+
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 {
 	/* A caller that names no mode joins whatever runs. */
@@ -147,12 +168,9 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 	uintptr_t other = 0;
 	int rc;
 
-	error->cause = RF_CAUSE_MODE;
-	error->start = 0;
-	error->end = 0;
+	*error = (struct rf_error){ .cause = RF_CAUSE_NONE };
 	if (mode != RF_MODE_AUTO && mode != RF_MODE_LAZY && mode != RF_MODE_EAGER)
-		return -EINVAL;
-	error->cause = RF_CAUSE_NONE;
+		return unknown_mode(mode, error);
 	rc = any ? mode_of_environment(&mode, error) : 0;
 	if (rc >= 0)
 		rc = wishes_of_environment(&wishes, error);

@@ -10,6 +10,7 @@ cdef extern from "rdmafork.h" nogil:
         RF_NOWAIT
         RF_MAPPED
         RF_UNDO
+        RF_STRERROR_SIZE
 
     enum rf_mode:
         RF_MODE_NONE
@@ -40,11 +41,14 @@ cdef extern from "rdmafork.h" nogil:
         RF_CAUSE_OTHER_ENGINE
         RF_CAUSE_SHARED_PAGE
         RF_CAUSE_LIBRARY
+        RF_CAUSE_UNKNOWN_MODE
 
     struct rf_error:
         rf_cause cause
         uintptr_t start
         uintptr_t end
+        uintptr_t address
+        size_t nbytes
         char text[256]
 
     struct rf_handle:
@@ -52,6 +56,7 @@ cdef extern from "rdmafork.h" nogil:
         uint32_t slot
         uint32_t generation
 
+    const char *rf_strerror(int rc, const rf_error *error, char *out, size_t size)
     int rf_abi()
     int rf_fork_init(rf_mode mode, rf_error *error)
     rf_mode rf_get_mode "rf_mode"()

@@ -337,7 +337,7 @@ cdef class Buffer(Registration):
         if rc == -EDEADLK:
             begin_exports(&self.exports)
             set_flag(&self.open, True)
-            raise failure(-EDEADLK, NULL, self.start, self.length)
+            raise failure(-EDEADLK, NULL)
         if rc:
             raise OSError(-rc, f"{self!r} stays mapped: {os.strerror(-rc)}; is it sealed?")
 

@@ -43,4 +43,4 @@ cdef int check_usable(Registration self) except -1
 # An rf_policy.
 cdef int policy_of(object on_fork) except -1
 # The exception for what the engine refused.
-cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mode=*)
+cdef object failure(int rc, rf_error *error)

@@ -21,8 +21,9 @@ from cpython.exc cimport PyErr_Clear, PyErr_ExceptionMatches
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
-from libc.errno cimport EAGAIN
+from libc.errno cimport EAGAIN, EINVAL
 from libc.stdint cimport UINT64_MAX, uintptr_t
+from libc.string cimport memcpy, memset
 
 from rdmafork cimport *
 
@@ -270,7 +271,7 @@ cdef inline int release(rf_handle handle, unsigned int flags = 0) noexcept:
 cdef int unprotect(Registration self) except? -1:
     cdef int rc = release(self.slot)
     if rc == -EDEADLK:
-        raise failure(-EDEADLK, NULL, self.start, self.length)
+        raise failure(-EDEADLK, NULL)
     return rc
 
 
@@ -285,13 +286,13 @@ cdef int protect(Registration self, unsigned int flags, rf_policy policy) except
             rc = rf_register(
                 <const void *>self.start, self.length, flags, policy, &self.slot, &error)
     if rc < 0:
-        raise failure(rc, &error, self.start, self.length)
+        raise failure(rc, &error)
     self.is_protected = rc == 1
     self.open = True
     if rc == 0:
         warn_unprotected(self)
     elif error.cause == RF_CAUSE_SHARED_PAGE:
-        warn_shared_page(self, &error)
+        warnings.warn(text_of(rc, &error), SharedPageWarning)
     if traced:
         note_line(self.slot)
     return 0
@@ -328,19 +329,11 @@ cdef int warn_unprotected(Registration self) except -1:
     return 0
 
 
-cdef int warn_shared_page(Registration self, rf_error *error) except -1:
-    warnings.warn(
-        f"the {self.length} bytes registered at 0x{self.start:x} share the page 0x{error.start:x} "
-        f"with {error.text.decode()}, as those of a rdmafork.Buffer are",
-        SharedPageWarning)
-    return 0
-
-
 cdef int policy_of(object on_fork) except -1:
     if on_fork is OMIT:
         return RF_OMIT
     if on_fork not in POLICY_NAMES:
-        raise ValueError(f"on_fork must be one of {', '.join(POLICY_NAMES)}, not {on_fork!r}")
+        raise ValueError(text_of_value(RF_CAUSE_POLICY, on_fork))
     return POLICY_NAMES.index(on_fork)
 
 
@@ -428,7 +421,7 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
     nbytes = index(nbytes)
     if address < 0 or nbytes < 0:
         raise ValueError(f"address and nbytes must not be negative: {address}, {nbytes}")
-    if address + nbytes > UINT64_MAX:
+    if address > UINT64_MAX or nbytes > UINT64_MAX:  # C has no such numbers
         raise OverflowError(
             f"address 0x{address:x} + {nbytes} bytes leaves the address space")
     cdef Registration self = Registration.__new__(Registration)
@@ -481,7 +474,7 @@ def fork_init(mode="auto", *, intercept=False):
     cdef rf_mode wish
     cdef int rc
     if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+        raise ValueError(text_of_value(RF_CAUSE_UNKNOWN_MODE, mode))
     wish = MODES[mode]
     _load_all()
     with nogil:
@@ -490,7 +483,7 @@ def fork_init(mode="auto", *, intercept=False):
         with nogil:
             rc = rf_intercept(&error)
     if rc < 0:
-        raise failure(rc, &error, 0, 0, mode)
+        raise failure(rc, &error)
 
 
 def explain_faults(worker_id=None):
@@ -510,7 +503,7 @@ def explain_faults(worker_id=None):
     with nogil:
         rc = rf_explain_faults()
     if rc < 0:
-        raise failure(rc, NULL, 0, 0)
+        raise failure(rc, NULL)
 
 
 def is_fork_initialized():
@@ -542,7 +535,7 @@ def protected_ranges():
             with nogil:
                 count = rf_list(out, capacity)
             if count < 0:
-                raise failure(<int>count, NULL, 0, 0)
+                raise failure(<int>count, NULL)
             if <size_t>count <= capacity:
                 return [
                     ProtectedRange(
@@ -563,7 +556,7 @@ def stats():
     with nogil:
         rc = rf_get_stats(&numbers)
     if rc < 0:
-        raise failure(rc, NULL, 0, 0)
+        raise failure(rc, NULL)
     return Stats(
         mode=MODE_NAMES.get(rf_get_mode()),
         registrations=numbers.registrations,
@@ -600,7 +593,7 @@ cdef tuple libraries():
     with nogil:
         count = rf_libraries(found, 16)
     if count < 0:
-        raise failure(<int>count, NULL, 0, 0)
+        raise failure(<int>count, NULL)
     return tuple([
         InterceptedLibrary(
             os.fsdecode(found[i].path) or sys.executable,
@@ -632,81 +625,25 @@ def kernel_info():
     )
 
 
-cdef str _distrusted():
-    """Why the kernel's copying is not trusted, as the end of a sentence."""
-    info = kernel_info()
-    if info.copy_on_fork_trusted_from == "environment":
-        return "RDMAFORK_TRUST_COPYING=0 says that this one's are not"
-    return f"those of {info.release} cannot"
+cdef str text_of(int rc, rf_error *error):
+    """The engine's sentence for what a call returned."""
+    cdef char text[RF_STRERROR_SIZE]
+    return rf_strerror(rc, error, text, sizeof(text)).decode("utf-8", "replace")
 
 
-cdef object failure(int rc, rf_error *error, uintptr_t start, size_t length, mode=None):
+cdef str text_of_value(rf_cause cause, object value):
+    """The engine's sentence for a value that has no number in C."""
+    cdef rf_error error
+    cdef bytes shown = repr(value).encode("utf-8", "backslashreplace")[:sizeof(error.text) - 1]
+    memset(&error, 0, sizeof(error))
+    error.cause = cause
+    memcpy(error.text, <const char *>shown, len(shown))
+    return text_of(-EINVAL, &error)
+
+
+cdef object failure(int rc, rf_error *error):
     """The exception for a result below zero: the cause, the values, the way out."""
-    cdef rf_cause cause = error.cause if error != NULL else RF_CAUSE_NONE
-    cdef str what = f"cannot register 0x{start:x}-0x{start + length:x} ({length} bytes): "
-    cdef str text
-    if cause == RF_CAUSE_WRAP:
-        return OverflowError(f"address 0x{start:x} + {length} bytes leaves the address space")
-    if cause == RF_CAUSE_POLICY:
-        text = (
-            f'{what}on_fork="keep" relies on a kernel whose copies of pinned pages at fork can be '
-            f'trusted (5.19 and later), and {_distrusted()}; use "omit", or shared memory, which '
-            f'children keep everywhere')
-    elif cause == RF_CAUSE_HOLE:
-        text = (
-            f"{what}nothing is mapped at 0x{error.start:x}-0x{error.end:x}; register memory "
-            f"before it is freed, and only as much as there is")
-    elif cause == RF_CAUSE_VMA_LIMIT:
-        text = (
-            f"{what}it would take the process past half of vm.max_map_count "
-            f"({kernel_info().max_map_count}), or the kernel has no memory for more mappings; "
-            f"raise sysctl vm.max_map_count or the control group's memory limit, or register "
-            f"fewer and larger buffers")
-    elif cause == RF_CAUSE_ENGINE_MEMORY:
-        text = (
-            f"{what if length else ''}no memory for rdmafork's own tables; free some, or raise "
-            f"the limit (ulimit -v, the control group's)")
-    elif cause == RF_CAUSE_REFUSED:
-        text = (
-            f"{what}madvise(MADV_DONTFORK) refuses 0x{error.start:x}-0x{error.end:x} "
-            f"({os.strerror(-rc)}); a sealed or a device's mapping cannot be protected: "
-            f"copy the data to ordinary memory, and register that")
-    elif cause == RF_CAUSE_NO_PROC:
-        text = (
-            f"{what}its page size is needed and /proc/self/maps cannot be read "
-            f"({os.strerror(-rc)}); mount /proc, or use buffers aligned to huge pages")
-    elif cause == RF_CAUSE_LATE:
-        text = (
-            "fork_init() comes too late: memory was registered before it, and would stay "
-            "unprotected; call it before the first registration, or set RDMAV_FORK_SAFE=1")
-    elif cause == RF_CAUSE_MODE:
-        text = (
-            f"fork_init(mode={mode!r}): the engine runs in mode {MODE_NAMES.get(rf_get_mode())!r} "
-            f"already, and registrations depend on it; use the same mode everywhere, or name none")
-    elif cause == RF_CAUSE_ENVIRONMENT:
-        text = (
-            f"{error.text.decode('utf-8', 'replace')} in the environment means nothing; "
-            f"RDMAFORK_MODE is auto, lazy or eager, RDMAFORK_TRUST_COPYING and "
-            f"RDMAFORK_EXPLAIN_FAULTS 0 or 1")
-    elif cause == RF_CAUSE_UNTRUSTED:
-        text = (
-            f"lazy mode relies on a kernel whose copies of pinned pages at fork can be trusted "
-            f"(5.19 and later), and {_distrusted()}; use eager")
-    elif cause == RF_CAUSE_OTHER_ENGINE:
-        text = (
-            f"another copy of rdmafork runs in this process, "
-            f"{error.text.decode('utf-8', 'replace')}; two would undo each other's advice: "
-            f"load one only")
-    elif cause == RF_CAUSE_LIBRARY:
-        text = (
-            f"the calls of a libibverbs cannot be taken over: "
-            f"{error.text.decode('utf-8', 'replace')}; run the program by rdmafork exec, or call "
-            f"fork_init(intercept=True) before anything calls ibv_fork_init() and without "
-            f"RDMAV_FORK_SAFE and IBV_FORK_SAFE, or register() the same memory here too")
-    elif rc == -EDEADLK:
-        text = (
-            "called by a signal handler that interrupted rdmafork itself; call it again when "
-            "the handler has returned")
-    else:
-        text = f"{what if length else ''}{os.strerror(-rc)}"
+    cdef str text = text_of(rc, error)
+    if error != NULL and error.cause == RF_CAUSE_WRAP:
+        return OverflowError(text)
     return OSError(-rc, text)

@@ -21,7 +21,8 @@ static bool is_set(const char *name)
 
 void rf_exec_begin(void)
 {
-	struct rf_error error = { .cause = RF_CAUSE_NONE };
+	struct rf_error error;
+	int rc;
 
 	if (!is_set("RDMAFORK_EXEC"))
 		return;
@@ -30,8 +31,9 @@ void rf_exec_begin(void)
 	rf_exit_report_begin();
 	if (is_set("RDMAFORK_TRACE_FORKS"))
 		rf_fork_callers_begin();
-	if (rf_fork_init(RF_MODE_AUTO, &error) < 0)
-		rf_exit_report_failure(&error);
+	rc = rf_fork_init(RF_MODE_AUTO, &error);
+	if (rc < 0)
+		rf_exit_report_failure(rc, &error);
 	else
 		rf_ibv_serve_all();
 }

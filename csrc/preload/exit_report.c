@@ -19,7 +19,7 @@
 
 static struct {
 	bool on;
-	char path[4096], rank[64], failure[384], inherited[192];
+	char path[4096], rank[64], failure[64 + RF_STRERROR_SIZE], inherited[192];
 	pid_t opener;		/* who forked with a device open; 0: nobody, or it was told */
 	uint64_t handler_ns, handler_max_ns;
 	uint64_t absent_bytes, absent_last_bytes;
@@ -32,7 +32,7 @@ static struct {
 	struct warning {
 		uint32_t written;
 		char text[sizeof(((struct rf_error *)0)->text)];
-		char line[512];
+		char line[64 + RF_STRERROR_SIZE];
 	} warning[WARNINGS];
 } report;
 
@@ -54,30 +54,15 @@ void rf_exit_report_begin(void)
 	copy_variable(report.rank, sizeof(report.rank), "RDMAFORK_RANK");
 }
 
-static const char *describe(const struct rf_error *error)
-{
-	switch (error->cause) {
-	case RF_CAUSE_ENVIRONMENT:
-		return "a variable means nothing";
-	case RF_CAUSE_UNTRUSTED:
-		return "lazy mode is not for this kernel, whose copying at fork is not trusted";
-	case RF_CAUSE_OTHER_ENGINE:
-		return "another copy of rdmafork runs here";
-	default:
-		return "no memory for its tables";
-	}
-}
-
 /* Told once, where somebody looks: nothing is protected by the engine. */
-void rf_exit_report_failure(const struct rf_error *error)
+void rf_exit_report_failure(int rc, const struct rf_error *error)
 {
+	char text[RF_STRERROR_SIZE];
 	struct rf_json json;
 
 	rf_json_begin(&json, report.failure, sizeof(report.failure) - 1);
 	rf_json_raw(&json, "rdmafork: not started: ");
-	rf_json_raw(&json, describe(error));
-	rf_json_raw(&json, *error->text ? ": " : "");
-	rf_json_raw(&json, error->text);
+	rf_json_raw(&json, rf_strerror(rc, error, text, sizeof(text)));
 	rf_json_raw(&json, "\n");
 	(void)rf_sys_write(STDERR, report.failure, json.used);
 	report.failure[json.used - 1] = '\0';
@@ -85,45 +70,24 @@ void rf_exit_report_failure(const struct rf_error *error)
 
 /* ---- As memory is registered ---- */
 
-static void put_address(struct rf_json *json, uintptr_t address)
+static void write_warning(struct warning *warning, const struct rf_error *error)
 {
-	char digits[2 * sizeof(address) + 3];
-	size_t at = sizeof(digits);
-
-	digits[--at] = '\0';
-	do {
-		digits[--at] = "0123456789abcdef"[address & 15];
-		address >>= 4;
-	} while (address);
-	digits[--at] = 'x';
-	digits[--at] = '0';
-	rf_json_raw(json, digits + at);
-}
-
-static void write_warning(struct warning *warning, uintptr_t start, uintptr_t end,
-			  const struct rf_error *error)
-{
+	char text[RF_STRERROR_SIZE];
 	struct rf_json json;
 
 	memcpy(warning->text, error->text, sizeof(warning->text));
 	rf_json_begin(&json, warning->line, sizeof(warning->line) - 1);
 	rf_json_raw(&json, "rdmafork: pid ");
 	rf_json_number(&json, NULL, (uint64_t)rf_sys_pid());
-	rf_json_raw(&json, ": registered memory [");
-	put_address(&json, start);
-	rf_json_raw(&json, ", ");
-	put_address(&json, end);
-	rf_json_raw(&json, ") shares the page ");
-	put_address(&json, error->start);
-	rf_json_raw(&json, " with ");
-	rf_json_raw(&json, error->text);
+	rf_json_raw(&json, ": ");
+	rf_json_raw(&json, rf_strerror(1, error, text, sizeof(text)));
 	rf_json_raw(&json, "\n");
 	(void)rf_sys_write(STDERR, warning->line, json.used);
 	warning->line[json.used - 1] = '\0';
 	__atomic_store_n(&warning->written, 1, __ATOMIC_RELEASE);
 }
 
-void rf_exit_report_shared_page(uintptr_t start, uintptr_t end, const struct rf_error *error)
+void rf_exit_report_shared_page(const struct rf_error *error)
 {
 	uint32_t i, count = __atomic_load_n(&report.warnings, __ATOMIC_RELAXED);
 
@@ -137,7 +101,7 @@ void rf_exit_report_shared_page(uintptr_t start, uintptr_t end, const struct rf_
 			return;
 	} while (!__atomic_compare_exchange_n(&report.warnings, &count, count + 1, false,
 					      __ATOMIC_RELAXED, __ATOMIC_RELAXED));
-	write_warning(&report.warning[count], start, end, error);
+	write_warning(&report.warning[count], error);
 }
 
 void rf_exit_report_device_gone(void)

@@ -20,13 +20,13 @@
 void rf_exit_report_begin(void);
 
 /* The engine was not started: say so at once, on stderr, and in the line. */
-void rf_exit_report_failure(const struct rf_error *error);
+void rf_exit_report_failure(int rc, const struct rf_error *error);
 
 /*
  * ibv_dontfork_range() has registered [@start, @end), and nobody looks at @error, which names
  * other memory there: say so, once for each text, in the same places. errno is left alone.
  */
-void rf_exit_report_shared_page(uintptr_t start, uintptr_t end, const struct rf_error *error);
+void rf_exit_report_shared_page(const struct rf_error *error);
 
 /*
  * In a child's handler: the device that its parent has open it has not. If something is then

@@ -70,7 +70,7 @@ static int register_range(uintptr_t begin, uintptr_t end, struct rf_ibv_range *e
 	rc = rf_register((const void *)begin, end - begin, flags(), RF_OMIT, &entry->handle,
 			 &error);
 	if (rf_unlikely(rc >= 0 && error.cause == RF_CAUSE_SHARED_PAGE))
-		rf_exit_report_shared_page(begin, end, &error);
+		rf_exit_report_shared_page(&error);
 	return rc;
 }
 

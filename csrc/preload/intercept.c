@@ -630,7 +630,7 @@ int rf_intercept_all(const struct rf_ibv_functions *ours, struct rf_error *error
 	int served = 0, rc = enter();
 	size_t i;
 
-	error->cause = RF_CAUSE_SIGNAL;
+	*error = (struct rf_error){ .cause = RF_CAUSE_SIGNAL };
 	if (rc < 0)
 		return rc;
 	error->cause = RF_CAUSE_NONE;

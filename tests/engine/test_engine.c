@@ -21,8 +21,8 @@ static int init(enum rf_mode mode)
 static void a_second_start_with_the_same_wishes_does_nothing(void)
 {
 	CHECK(rf_mode() == RF_MODE_NONE && rf_abi() == RF_ABI);
-	CHECK(init(RF_MODE_NONE) == -EINVAL && error.cause == RF_CAUSE_MODE);
-	CHECK(init((enum rf_mode)17) == -EINVAL && error.cause == RF_CAUSE_MODE);
+	CHECK(init(RF_MODE_NONE) == -EINVAL && error.cause == RF_CAUSE_UNKNOWN_MODE);
+	CHECK(init((enum rf_mode)17) == -EINVAL && error.cause == RF_CAUSE_UNKNOWN_MODE);
 	CHECK(init(RF_MODE_EAGER) == 0 && rf_mode() == RF_MODE_EAGER);
 	CHECK(init(RF_MODE_EAGER) == 0 && init(RF_MODE_AUTO) == 0);
 	CHECK(init(RF_MODE_LAZY) == -EINVAL && error.cause == RF_CAUSE_MODE);

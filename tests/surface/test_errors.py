@@ -335,6 +335,12 @@ def test_no_such_mode(mode):
         rdmafork.fork_init(mode)
 
 
+def test_a_long_value_ends_where_its_room_does():
+    for value in ("x" * 1000, "\u20ac" * 1000, "\ud800"):
+        with pytest.raises(ValueError, match="^mode must be one of auto, lazy, eager, not '"):
+            rdmafork.fork_init(value)
+
+
 def test_a_mode_that_cannot_even_be_looked_up():
     with fails(TypeError):
         rdmafork.fork_init(["lazy"])
@@ -425,7 +431,7 @@ ANOTHER = {
     "another": "RDMAFORK_99 { global: rf_*; };",
     "older": "IBVERBS_1.1 { global: ibv_*; };",
     # Where the loader does not look at versions (musl), the library is asked.
-    "unseen": "RDMAFORK_4 { global: rf_*; };",
+    "unseen": "RDMAFORK_5 { global: rf_*; };",
 }
 
 

@@ -195,6 +195,8 @@ class Error(ctypes.Structure):
         ("cause", ctypes.c_int),
         ("start", ctypes.c_size_t),
         ("end", ctypes.c_size_t),
+        ("address", ctypes.c_size_t),
+        ("nbytes", ctypes.c_size_t),
         ("text", ctypes.c_char * 256),
     ]
 

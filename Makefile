@@ -21,12 +21,13 @@ CTESTS := $(patsubst tests/engine/%.c,%,$(wildcard tests/engine/test_*.c))
 SOAK := build/ctest/debug/soak
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 FIELD := build/field
+PREFIX ?= /usr/local
 SECONDS := 60
 HOURS ?= 1
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build check test mutants test-vm tried-with test-wheel test-pythons test-freethreaded \
+.PHONY: help demo build install check test mutants test-vm tried-with test-wheel test-pythons test-freethreaded \
 	test-bare ctest asan tsan fuzz asan-python coverage soak soak-vm bench bench-vm bench-check docs \
 	wheel release-check lint lint-c format clean
 .DELETE_ON_ERROR:
@@ -39,6 +40,14 @@ demo: build	## see fork() take registered pages away, and not with rdmafork
 
 build: $(BUILT)	## an editable install in .venv, rebuilt when a source has changed
 	@:
+
+INSTALLED = $(DESTDIR)$(PREFIX)
+install: build	## the library, its header and rdmafork.pc, for C: PREFIX=/usr/local
+	@install -d $(INSTALLED)/include $(INSTALLED)/lib/pkgconfig
+	@install -m 644 csrc/rdmafork.h $(INSTALLED)/include
+	@install -m 755 rdmafork/librdmafork.so $(INSTALLED)/lib
+	@sed 's|^includedir=.*|includedir=$${libdir}/../include|' rdmafork/pkgconfig/rdmafork.pc \
+		>$(INSTALLED)/lib/pkgconfig/rdmafork.pc
 
 SLOW := $(patsubst %,test_%,steps fork_threads huge descriptors edges fork mixture memory_limit)
 QUICK_TESTS := tests/package/test_docs_lines.py \

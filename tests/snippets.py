@@ -2,6 +2,7 @@
 
     python      a whole program, in a fresh interpreter, warnings are errors
     console     each line after "$ ", in a shell, with this installation first in PATH
+    cmake       is CMakeLists.txt for the console blocks of its page
     c           a whole program is compiled, linked and run; else its lines are csrc's own
     text        after one of these, what it prints ("..." is anything); else a drawing, or what a
                 terminal showed
@@ -122,7 +123,13 @@ def lacks_trusted_copying() -> str | None:
     return None if trusted else "what is printed is for kernels whose copying can be trusted"
 
 
+def lacks_tool(name: str) -> str | None:
+    return None if shutil.which(name) else f"{name} is not installed"
+
+
 NEEDS = {
+    "cmake": lambda: lacks_tool("cmake") or lacks_tool("pkg-config"),
+    "pkg-config": lambda: lacks_tool("pkg-config"),
     "device": lacks_device,
     "huge pages": lambda: None,  # reserved, or else skipped
     "libibverbs": lacks_libibverbs,
@@ -150,7 +157,7 @@ def lines_that_match(printed: str, shown: str) -> bool:
 
 
 def execute(command: list[str], snippet: Snippet, tmp_path: Path) -> str:
-    env = {"PATH": search_path(), "COLUMNS": "80"}
+    env = {"PATH": search_path(), "COLUMNS": "80", "LD_LIBRARY_PATH": None}
     done = subprocess.run(
         command,
         env=environment(env | AS_ROOT | FEW_PROCESSORS),
@@ -178,18 +185,25 @@ def run_console(snippet: Snippet, tmp_path: Path) -> None:
     for part in re.split(r"^\$ ", snippet.code, flags=re.MULTILINE)[1:]:
         command, *rest = part.replace("\\\n", " ").split("\n", 1)
         shown = rest[0] if rest else ""
-        if "app.c" in command:
-            write_program(snippet, tmp_path / "app.c")
+        if "app.c" in command or "cmake" in command:
+            block_of(snippet, "c", "main(", tmp_path / "app.c")
+        if "cmake" in command:
+            block_of(snippet, "cmake", "", tmp_path / "CMakeLists.txt")
         printed = execute(["sh", "-c", command], snippet, tmp_path)
         if shown.strip():
             assert lines_that_match(printed, shown), f"{snippet}: $ {command} prints\n{printed}"
 
 
-def write_program(snippet: Snippet, path: Path) -> None:
-    """The C program of the same page."""
-    page = ROOT / snippet.page
-    (program,) = [s for s in snippets_of(page, "") if s.language == "c" and "main(" in s.code]
-    path.write_text(program.code)
+def block_of(snippet: Snippet, language: str, word: str, path: Path) -> None:
+    """The one block of the same page in that language that has the word, as a file."""
+    page = snippets_of(ROOT / snippet.page, "")
+    (found,) = [s for s in page if s.language == language and word in s.code]
+    path.write_text(found.code)
+
+
+def run_cmake(snippet: Snippet, tmp_path: Path) -> None:
+    page = snippets_of(ROOT / snippet.page, "")
+    assert [s for s in page if s.language == "console" and s.needs == "cmake"]
 
 
 def run_c(snippet: Snippet, tmp_path: Path) -> None:
@@ -222,4 +236,4 @@ def check(snippet: Snippet, tmp_path: Path) -> None:
         RUN[snippet.language](snippet, tmp_path)
 
 
-RUN = {"python": run_python, "console": run_console, "c": run_c}
+RUN = {"python": run_python, "console": run_console, "cmake": run_cmake, "c": run_c}

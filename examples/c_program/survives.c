@@ -15,11 +15,13 @@
 
 #define NBYTES ((size_t)16 << 20)
 
-static void check(const char *what, int rc)
+static void check(int rc, const struct rf_error *error)
 {
+	char text[RF_STRERROR_SIZE];
+
 	if (rc >= 0)
 		return;
-	fprintf(stderr, "%s: %s\n", what, strerror(-rc));
+	fprintf(stderr, "%s\n", rf_strerror(rc, error, text, sizeof(text)));
 	exit(1);
 }
 
@@ -44,17 +46,17 @@ int main(void)
 	if (buffer == MAP_FAILED)
 		return 1;
 	memset(buffer, 1, NBYTES);
-	check("rf_fork_init", rf_fork_init(RF_MODE_AUTO, &error));
+	check(rf_fork_init(RF_MODE_AUTO, &error), &error);
 	/* Held: nobody unmaps it before it is released. */
-	check("rf_register", rf_register(buffer, NBYTES, RF_HELD, RF_OMIT, &handle, &error));
+	check(rf_register(buffer, NBYTES, RF_HELD, RF_OMIT, &handle, &error), &error);
 	pid = fork();
 	if (!pid)
 		_exit(!is_absent(buffer + NBYTES / 2));
 	if (pid < 0 || waitpid(pid, &status, 0) != pid)
 		return 1;
-	check("rf_stats", rf_stats(&stats));
+	check(rf_stats(&stats), NULL);
 	printf("the child had %s of the buffer; the kernel copied none of %zu MiB\n",
 	       status ? "some" : "nothing", (size_t)stats.marked_bytes >> 20);
-	check("rf_release", rf_release(handle, 0));
+	check(rf_release(handle, 0), NULL);
 	return status || stats.marked_bytes != NBYTES;
 }

@@ -1,6 +1,8 @@
 """The C API, used from this installation: examples/c_program, examples/cython_extension."""
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -35,6 +37,18 @@ def program(tmp_path_factory):
     done = command("make", "-C", folder, f"PYTHON={sys.executable}", "CFLAGS=-Wall -Wextra -Werror")
     assert done.returncode == 0, done.stdout
     return folder / "survives"
+
+
+@pytest.mark.usefixtures("program")  # it has the tools
+def test_a_c_program_is_built_and_run_as_it_says_itself(tmp_path):
+    """The command in its first comment, word for word, with this Python before others."""
+    shutil.copytree(EXAMPLES / "c_program", tmp_path, dirs_exist_ok=True)
+    (said,) = re.findall(r"^ \*\t(make .*)$", (tmp_path / "survives.c").read_text(), re.M)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = environment({"PATH": path, "LD_LIBRARY_PATH": None})
+    done = command("sh", "-c", said, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.endswith("the kernel copied none of 16 MiB\n")
 
 
 def test_a_c_program_runs_as_it_was_linked(program, tmp_path):
@@ -147,3 +161,75 @@ def test_config_has_the_flags_of_this_installation(capsys):
         assert main(["config", *arguments]) == 0
         assert capsys.readouterr() == (f"{flags}\n", "")
     assert Path(cflags[2:], "rdmafork.h").is_file()
+
+
+# ---- rdmafork.pc ----------------------------------------------------------------------------
+
+
+def pkg_config(folder, *arguments):
+    if not shutil.which("pkg-config"):
+        pytest.skip("needs pkg-config")
+    env = environment({"PKG_CONFIG_PATH": str(folder)})
+    done = command("pkg-config", *arguments, "rdmafork", env=env)
+    assert done.returncode == 0, done.stdout
+    return done.stdout.strip()
+
+
+def resolved(flags):
+    """The flags, with each path as short as it can be."""
+    flags = (re.match("(-[ILl]|-Wl,-rpath,)(.*)", flag).groups() for flag in shlex.split(flags))
+    return [f"{kind}{os.path.normpath(what)}" for kind, what in flags]
+
+
+def test_pkg_config_says_what_rdmafork_config_does():
+    folder = config("--pkgconfigdir")
+    assert Path(folder, "rdmafork.pc").is_file()
+    for arguments in (["--cflags"], ["--libs"], ["--cflags", "--libs"]):
+        assert resolved(pkg_config(folder, *arguments)) == shlex.split(config(*arguments))
+    assert pkg_config(folder, "--exists", "--print-errors") == ""
+
+
+def starts_with(flags, tmp_path, library):
+    """A program built with the flags starts with nothing added, and loads that library."""
+    (tmp_path / "main.c").write_text(
+        "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <rdmafork.h>\n#include <stdio.h>\n"
+        "int main(void) { Dl_info at; return !dladdr((void *)rf_abi, &at) ||"
+        " puts(at.dli_fname) < 0 || rf_abi() != RF_ABI; }\n"
+    )
+    flags = [*shlex.split(flags), "-ldl", "-o", tmp_path / "main"]
+    done = command(*CC.split(), tmp_path / "main.c", *flags)
+    assert done.returncode == 0, done.stdout
+    done = command(tmp_path / "main", cwd="/", env=environment({"LD_LIBRARY_PATH": None}))
+    assert done.returncode == 0, done.stdout
+    assert Path(done.stdout.strip()).resolve() == library.resolve()
+
+
+@pytest.mark.usefixtures("program")
+@pytest.mark.parametrize("name", ["moved", "a place with spaces"])
+def test_the_package_may_be_moved(tmp_path, name):
+    package = tmp_path / name / "rdmafork"
+    for part in ("include", "pkgconfig"):
+        shutil.copytree(Path(rdmafork.__file__).parent / part, package / part)
+    shutil.copy(rdmafork.get_library(), package)
+    flags = pkg_config(package / "pkgconfig", "--cflags", "--libs")
+    starts_with(flags, tmp_path, package / "librdmafork.so")
+
+
+@pytest.mark.usefixtures("program")
+def test_make_install_is_enough_for_c(tmp_path):
+    root = EXAMPLES.parent
+    if not (root / "rdmafork/librdmafork.so").is_file():
+        pytest.skip("needs a checkout that is built")
+    # What is built is what is tested, even if a source is newer.
+    install = ["make", "-C", root, "-o", ".venv/built", "install"]
+    done = command(*install, f"PREFIX={tmp_path}/usr")
+    assert done.returncode == 0, done.stdout
+    files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert files == {
+        "usr/include/rdmafork.h", "usr/lib/librdmafork.so", "usr/lib/pkgconfig/rdmafork.pc"
+    }  # fmt: skip
+    flags = pkg_config(tmp_path / "usr/lib/pkgconfig", "--cflags", "--libs")
+    starts_with(flags, tmp_path, tmp_path / "usr/lib/librdmafork.so")
+    done = command(*install, "PREFIX=/usr", f"DESTDIR={tmp_path}/staged")
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "staged/usr/lib/pkgconfig/rdmafork.pc").is_file()

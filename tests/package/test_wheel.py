@@ -81,6 +81,7 @@ def test_its_libraries_are_found_beside_them_or_are_the_system_s():
 def test_it_has_what_others_build_on(contents):
     assert contents >= {
         "rdmafork/include/rdmafork.h",
+        "rdmafork/pkgconfig/rdmafork.pc",
         "rdmafork/__init__.pxd",
         "rdmafork/py.typed",
         "rdmafork/_core.pyi",
@@ -94,7 +95,7 @@ def test_the_sdist_has_what_testing_takes_and_nothing_built(sdist):
     for name in (
         "Makefile tests/conftest.py tests/engine/test_ranges.c tests/fuzz/replay.c tests/vm/run.py "
         "benchmarks/registration.py benchmarks/results/registration.json docs/costs.py "
-        "examples/c_program/survives.c csrc/librdmafork.map rdmafork/_core.pyx "
+        "examples/c_program/survives.c rdmafork/pkgconfig/rdmafork.pc csrc/librdmafork.map rdmafork/_core.pyx "
         "rdmafork/_version.py CHANGELOG.md LICENSE"
     ).split():
         assert name in sdist

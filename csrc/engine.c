@@ -39,6 +39,11 @@ void rf_clear(bool torn)
 		rf_hooks.clear(torn);
 }
 
+RF_API int rf_version(void)
+{
+	return RDMAFORK_VERSION;
+}
+
 RF_API int rf_abi(void)
 {
 	return RF_ABI;

@@ -33,6 +33,16 @@ extern "C" {
 
 #define RF_API __attribute__((visibility("default")))
 
+/* The release that this header belongs to, or the next one to come. */
+#define RDMAFORK_VERSION_MAJOR 0
+#define RDMAFORK_VERSION_MINOR 1
+#define RDMAFORK_VERSION_PATCH 0
+
+/* As one number, which #if can compare: 1.2.3 is 10203. */
+#define RDMAFORK_VERSION                                                    \
+	(RDMAFORK_VERSION_MAJOR * 10000 + RDMAFORK_VERSION_MINOR * 100 + \
+	 RDMAFORK_VERSION_PATCH)
+
 /*
  * Changes when a caller compiled against an older header would misbehave. The symbols
  * carry it as their version (RDMAFORK_5): glibc's loader refuses what was linked with
@@ -127,7 +137,8 @@ struct rf_handle {
  */
 RF_API const char *rf_strerror(int rc, const struct rf_error *error, char *out, size_t size);
 
-/* RF_ABI of the library that is loaded. */
+/* RDMAFORK_VERSION and RF_ABI of the library that is loaded. */
+RF_API int rf_version(void);
 RF_API int rf_abi(void);
 
 /*

@@ -5,6 +5,10 @@ from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
 cdef extern from "rdmafork.h" nogil:
     enum:
+        RDMAFORK_VERSION_MAJOR
+        RDMAFORK_VERSION_MINOR
+        RDMAFORK_VERSION_PATCH
+        RDMAFORK_VERSION
         RF_ABI
         RF_HELD
         RF_NOWAIT
@@ -57,6 +61,7 @@ cdef extern from "rdmafork.h" nogil:
         uint32_t generation
 
     const char *rf_strerror(int rc, const rf_error *error, char *out, size_t size)
+    int rf_version()
     int rf_abi()
     int rf_fork_init(rf_mode mode, rf_error *error)
     rf_mode rf_get_mode "rf_mode"()

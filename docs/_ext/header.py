@@ -65,7 +65,7 @@ def entries() -> dict[str, Entry]:
     text = text[: text.index("#ifdef __cplusplus")]
     pattern = re.compile(
         r"(?P<comment>/\*(?:[^*]|\*(?!/))*\*/\n)?"
-        r"(?:#define (?P<macro>RF_\w+)[ \t]+(?P<value>[^\n]*)\n"
+        r"(?:#define (?P<macro>(?:RF|RDMAFORK)_\w+)[ \t]+(?P<value>[^\n]*)\n"
         r"|(?P<kind>enum|struct) (?P<tag>\w+) \{\n(?P<body>.*?)\n\};\n"
         r"|RF_API (?P<function>[^;]*);\n)",
         re.DOTALL,

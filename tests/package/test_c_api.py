@@ -1,5 +1,6 @@
 """The C API, used from this installation: examples/c_program, examples/cython_extension."""
 
+import ctypes
 import os
 import re
 import shlex
@@ -88,6 +89,34 @@ def test_a_c_program_meets_another_abi(program, tmp_path):
     assert done.returncode
     for words in (f"{other}: version `RDMAFORK_", "not found", f"required by {program}"):
         assert words in done.stdout
+
+
+def test_header_library_and_package_are_of_one_version():
+    header = Path(rdmafork.get_include(), "rdmafork.h").read_text()
+    numbers = re.findall(r"^#define RDMAFORK_VERSION_(MAJOR|MINOR|PATCH) (\d+)$", header, re.M)
+    assert [name for name, _ in numbers] == ["MAJOR", "MINOR", "PATCH"]
+    major, minor, patch = version = tuple(int(number) for _, number in numbers)
+    assert ctypes.CDLL(rdmafork.get_library()).rf_version() == (major * 100 + minor) * 100 + patch
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(\.dev)?", rdmafork.__version__)
+    released = tuple(int(number or 0) for number in found.groups()[:3])
+    # setuptools-scm guesses the least that can come after the last tag.
+    assert version >= released if found[4] else version == released
+    pkgconfig = Path(rdmafork.get_library()).with_name("pkgconfig") / "rdmafork.pc"
+    assert f"\nVersion: {major}.{minor}.{patch}\n" in pkgconfig.read_text()
+
+
+def test_a_preprocessor_can_compare_versions(tmp_path):
+    if not shutil.which(CC.split()[0]):
+        pytest.skip(f"needs {CC}")
+    (tmp_path / "main.c").write_text(
+        "#include <rdmafork.h>\n"
+        "#if RDMAFORK_VERSION < 100 || RDMAFORK_VERSION >= 1000000\n#error no version\n#endif\n"
+        "int main(void) { return rf_version() != RDMAFORK_VERSION; }\n"
+    )
+    flags = shlex.split(config())
+    done = command(*CC.split(), "-Werror", tmp_path / "main.c", *flags, "-o", tmp_path / "main")
+    assert done.returncode == 0, done.stdout
+    assert command(tmp_path / "main").returncode == 0
 
 
 def test_a_c_plus_plus_program_can_include_the_header(tmp_path):

@@ -80,6 +80,31 @@ static bool is_fresh_but_shared(const struct rf_range *range)
 }
 
 /*
+ * Would a mark on pages that bear none stay for good? Shared memory must not get one, so it is
+ * asked what is mapped. One madvise() that changes nothing tells that of most memory.
+ */
+static inline bool may_stay_marked(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
+{
+	return rf_unlikely(tracker->marks_stay) &&
+	       rf_marks_call(tracker, start, end, MADV_DOFORK) < 0;
+}
+
+static bool is_unmarked(const struct rf_range *range)
+{
+	return !range->mark;
+}
+
+static bool some_may_stay_marked(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
+{
+	struct rf_run run;
+
+	for (; rf_tracker_next_run(tracker, start, end, is_unmarked, &run); start = run.end)
+		if (may_stay_marked(tracker, run.start, run.end))
+			return true;
+	return false;
+}
+
+/*
  * Mark [@start, @end), what is marked beyond doubt too if it is @all to be marked again.
  * -errno of the first refusal.
  */
@@ -190,6 +215,8 @@ static __attribute__((noinline)) int protect_by_steps(struct rf_tracker *tracker
 	/* madvise() advises part of a range before it refuses. */
 	if (tried)
 		rf_ranges_change(&tracker->ranges, tried->start, tried->end, &maybe);
+	if (!rc && tracker->marks_stay && some_may_stay_marked(tracker, extent.start, extent.end))
+		rc = -EINVAL;
 	if (!rc)
 		/* Memory that is not held may have been mapped anew since it was marked. */
 		rc = mark_runs(tracker, extent.start, extent.end, held, !held);
@@ -228,15 +255,6 @@ static bool has_end_like_huge_page(const struct rf_tracker *tracker, const struc
 
 	return shift && ((slot->start & base && !(slot->start & huge & ~base)) ||
 			 (slot->end & base && !((slot->end + base) & huge & ~base)));
-}
-
-/*
- * Where a mark may stay for good, shared memory is told from private memory before it is
- * marked. Of most memory one madvise() that changes nothing tells that its marks do not stay.
- */
-static bool may_stay_marked(struct rf_tracker *tracker, const struct rf_run *run)
-{
-	return rf_marks_call(tracker, run->start, run->end, MADV_DOFORK) < 0;
 }
 
 int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf_slot *slot,
@@ -279,14 +297,14 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 	fresh = shape == ONE_RUN && seen.run.start == extent.start && seen.run.end == extent.end;
 	if (held && !fresh && !partial)
 		*ask = has_marked_end(tracker, slot);
-	if (rf_unlikely(how & RF_PROTECT_FORKING ||
-			(tracker->marks_stay && (!fresh || may_stay_marked(tracker, &seen.run)))))
-		return protect_by_steps(tracker, list, slot, how & RF_PROTECT_FORKING, NULL,
-					-EINVAL, error);
+	if (rf_unlikely(how & RF_PROTECT_FORKING))
+		return protect_by_steps(tracker, list, slot, true, NULL, -EINVAL, error);
 	if (rf_unlikely(shape != ONE_RUN ||
 			!rf_marks_have_room(tracker, seen.run.start, seen.run.end) ||
 			(!held && !fresh)))
 		return protect_by_steps(tracker, list, slot, false, NULL, 0, error);
+	if (rf_unlikely(may_stay_marked(tracker, seen.run.start, seen.run.end)))
+		return protect_by_steps(tracker, list, slot, false, NULL, -EINVAL, error);
 	tracker->dirty = true;
 	rf_marks_announce(tracker, seen.run.start, seen.run.end);
 	rc = rf_marks_call(tracker, seen.run.start, seen.run.end, MADV_DONTFORK);

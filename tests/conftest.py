@@ -547,6 +547,12 @@ def marks_stay():
     return libc.madvise(libc.getauxval(33), PAGE, 11) != 0  # AT_SYSINFO_EHDR, MADV_DOFORK
 
 
+# Its string is looked at as that of needs_lazy.
+unmarks_huge_pages = pytest.mark.skipif(
+    "__import__('conftest').marks_stay()", reason="this kernel unmarks no huge page"
+)
+
+
 def marked(start, nbytes):
     """The page addresses in [start, start + nbytes) that a child will not get."""
     maps = [m for m in smaps() if "dc" in m.flags]

@@ -81,9 +81,10 @@ def entries() -> dict[str, Entry]:
             entry = Entry(match["macro"], "macro", match["macro"], beside, [])
         elif match["function"]:
             declaration = " ".join(match["function"].split())
-            name = re.search(r"(\w+)\(", declaration)
+            name = re.search(r"(\w+)(\(|$)", declaration)
             assert name, declaration
-            entry = Entry(name[1], "function", declaration, comment, [])
+            kind = "function" if name[2] else "variable"
+            entry = Entry(name[1], kind, declaration.removeprefix("extern "), comment, [])
         else:
             entry = Entry(
                 match["tag"], match["kind"], match["tag"], comment,

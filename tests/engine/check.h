@@ -103,7 +103,8 @@ void check_unmap(void *start, size_t pages);
 char *check_map_huge(size_t pages, int sharing);
 /* The same where the kernel never unmarks them, as Linux 7.3. */
 char *check_map_huge_any(size_t pages, int sharing);
-bool check_huge_marks_stay(void);
+/* Does it keep marks on these? Then to madvise() the vDSO is like one. */
+bool check_marks_stay(void);
 
 #define CHECK_MAPPED	1u
 #define CHECK_DC	2u	/* VmFlags: MADV_DONTFORK */

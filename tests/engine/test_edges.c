@@ -398,7 +398,8 @@ static void room_is_taken_at_the_registration(void)
 			check_empty();
 		}
 	}
-	CHECK(rc == 1 && nth > 2);
+	/* Where marks stay the first call is a question, which the next one answers as well. */
+	CHECK(rc == 1 && nth > (check_marks_stay() ? 1 : 2));
 	check_release(handle);
 	check_empty();
 }

@@ -288,7 +288,8 @@ static void a_fork_amid_anothers_gives_back_what_that_marks(void)
 	CHECK(check_flags(early_memory + CHECK_HUGE) & CHECK_DC);
 	CHECK(check_wait(child) == 7);
 	check_release(early);
-	check_empty();
+	if (!check_marks_stay())
+		check_empty();
 }
 
 #define CROWD 64

@@ -289,7 +289,7 @@ static void mix(enum rf_mode mode, const char *trust, bool text)
 	size_t i;
 
 	/* Else huge pages that are released are absent from children for good. */
-	for (i = 0; check_huge_marks_stay() && i < STRETCHES; i++)
+	for (i = 0; check_marks_stay() && i < STRETCHES; i++)
 		kinds[i] = kinds[i] == HUGE ? BASE : kinds[i];
 	setenv("RDMAFORK_TRUST_COPYING", trust, 1);
 	check_start(mode);

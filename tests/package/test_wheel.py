@@ -95,8 +95,8 @@ def test_the_sdist_has_what_testing_takes_and_nothing_built(sdist):
     for name in (
         "Makefile tests/conftest.py tests/engine/test_ranges.c tests/fuzz/replay.c tests/vm/run.py "
         "benchmarks/registration.py benchmarks/results/registration.json docs/costs.py "
-        "examples/c_program/survives.c rdmafork/pkgconfig/rdmafork.pc csrc/librdmafork.map rdmafork/_core.pyx "
-        "rdmafork/_version.py CHANGELOG.md LICENSE"
+        "examples/c_program/survives.c rdmafork/pkgconfig/rdmafork.pc csrc/librdmafork.map "
+        "rdmafork/_core.pyx rdmafork/_version.py CHANGELOG.md LICENSE"
     ).split():
         assert name in sdist
     built = r"(^|/)(\.venv|\.git|build|dist|__pycache__)(/|$)|\.(so|o|pyc)$|^rdmafork/.*\.c$"

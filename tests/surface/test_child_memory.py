@@ -31,6 +31,7 @@ from conftest import (
     modes_and_trust,
     run,
     unmap,
+    unmarks_huge_pages,
     write,
 )
 
@@ -336,6 +337,7 @@ def test_a_child_finds_what_the_model_says(mode, trust):
     run(explore, mode, False, env=env)
 
 
+@unmarks_huge_pages
 @modes_and_trust
 def test_a_child_finds_what_the_model_says_of_huge_pages(mode, trust, hugepages):
     hugepages(8)

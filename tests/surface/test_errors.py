@@ -337,7 +337,7 @@ def test_no_such_mode(mode):
 
 def test_a_long_value_ends_where_its_room_does():
     for value in ("x" * 1000, "\u20ac" * 1000, "\ud800"):
-        with pytest.raises(ValueError, match="^mode must be one of auto, lazy, eager, not '"):
+        with pytest.raises(ValueError, match=r"^mode must be one of auto, lazy, eager, not '"):
             rdmafork.fork_init(value)
 
 

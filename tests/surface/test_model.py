@@ -24,6 +24,7 @@ from conftest import (
     run,
     smaps,
     unmap,
+    unmarks_huge_pages,
 )
 from model import ABSENT, EITHER, PRESENT, Model
 
@@ -366,6 +367,7 @@ def test_random_operations(mode, trust):
     play_fresh(mode, trust, huge=False)
 
 
+@unmarks_huge_pages
 @modes_and_trust
 def test_random_operations_among_huge_pages(mode, trust, hugepages):
     hugepages(2 * SLOTS)

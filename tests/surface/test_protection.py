@@ -37,6 +37,7 @@ from conftest import (
     shared_map,
     smaps,
     unmap,
+    unmarks_huge_pages,
     write,
 )
 
@@ -767,6 +768,7 @@ def pinned_huge_pages(mode):
             assert child(read, address, 2 * HUGE) == b"h" * 2 * HUGE
 
 
+@unmarks_huge_pages
 @both_modes
 def test_huge_pages_of_several_registrations(mode, hugepages):
     hugepages(4)

@@ -79,6 +79,39 @@ static void put_address(struct line *line, uintptr_t address)
 	put_number(line, address, 16);
 }
 
+/* A reader that does not read must not make a child hang. */
+static void say(const struct line *line)
+{
+	if (rf_sys_is_writable(2))
+		(void)rf_sys_write(2, line->text, line->nbytes);
+}
+
+void rf_child_fault_tell_refused(const struct rf_refused *refused)
+{
+	static struct line line; /* the stack may be the smallest */
+
+	if (rf_likely(!refused->error) || !chosen)
+		return;
+	line.nbytes = 0;
+	put(&line, "rdmafork: process ");
+	put_number(&line, (uint64_t)rf_sys_pid(), 10);
+	put(&line, " could not map ");
+	put_address(&line, refused->start);
+	put(&line, "-");
+	put_address(&line, refused->end);
+	put(&line, refused->finds == RF_FINDS_ZEROS ? ", where it was to find zeros: "
+						    : ", where it was to find a copy: ");
+	if (refused->error == -EEXIST) {
+		put(&line, "other memory is mapped there, perhaps by the fork handler of a library "
+			   "that was loaded earlier.\n");
+	} else {
+		put(&line, "the kernel refuses, error ");
+		put_number(&line, (uint64_t)-refused->error, 10);
+		put(&line, ". These pages are absent.\n");
+	}
+	say(&line);
+}
+
 static void put_registration(struct line *line, const struct kept *from, const struct rf_area *area,
 			     uintptr_t address)
 {
@@ -168,9 +201,7 @@ static void explain(const siginfo_t *info)
 	    now.inode != error_output.inode || now.special != error_output.special)
 		return;
 	put_all(&line, &kept[i - 1], area, address);
-	/* A reader that does not read must not make a child hang that is to die. */
-	if (rf_sys_is_writable(2))
-		(void)rf_sys_write(2, line.text, line.nbytes);
+	say(&line);
 }
 
 /* The first thread tells; others that fault meanwhile wait, as their fault may end the process. */

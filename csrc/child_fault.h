@@ -36,6 +36,9 @@ void rf_child_fault_choose(bool explain);
 #define RF_KEPT 4
 void rf_child_fault_keep(struct rf_child_list *list, struct rf_registry *registry, bool torn);
 
+/* Say on stderr what this child could not have, if there is any such area. */
+void rf_child_fault_tell_refused(const struct rf_refused *refused);
+
 /*
  * Put ours in front, if anything is kept: 1. 0: it is not; SIGSEGV is ignored, which exec()
  * would hand on; or the kernel refuses. Not from two threads at once.

@@ -401,39 +401,52 @@ UNSANITIZED static void store(uintptr_t to, const char *from, size_t nbytes)
 	}
 }
 
-/* Where nothing is mapped in [@start, @end): some of its pages may be there. */
-static void map_zeros(uintptr_t start, uintptr_t end, int protection, size_t page_size)
+/* Where nothing is mapped in [@start, @end): some of its pages may be there. The first error. */
+static int map_zeros(uintptr_t start, uintptr_t end, int protection, size_t page_size)
 {
+	int rc = rf_sys_map_at(start, end - start, protection), other;
 	uintptr_t middle;
 
-	if (rf_sys_map_at(start, end - start, protection) != -EEXIST || end - start <= page_size)
-		return;
-	/* All of it, or it would take long to find out: what is marked after the list was made. */
-	if (rf_sys_map_at(start, page_size, protection) == -EEXIST &&
-	    rf_sys_map_at(end - page_size, page_size, protection) == -EEXIST)
-		return;
+	if (rc != -EEXIST || end - start <= page_size || rf_sys_is_mapped(start, end - start))
+		return rc;
 	middle = start + (end - start) / page_size / 2 * page_size;
-	map_zeros(start, middle, protection, page_size);
-	map_zeros(middle, end, protection, page_size);
+	rc = map_zeros(start, middle, protection, page_size);
+	other = map_zeros(middle, end, protection, page_size);
+	return rc < 0 ? rc : other;
+}
+
+/* Pages that are there are in order if their registration has ended meanwhile. */
+static void note_refused(struct rf_child_list *list, const struct rf_area *area, int error,
+			 enum rf_child_of how)
+{
+	if (error >= 0 || (error == -EEXIST && how != RF_CHILD_AS_PREPARED))
+		return;
+	if (error != -EEXIST)
+		(void)rf_sys_map_at(area->start, area->end - area->start, PROT_NONE);
+	if (!list->refused.error)
+		list->refused = (struct rf_refused){ area->start, area->end, area->finds, error };
 }
 
 /* The areas [@first, @last) touch each other and have one protection. */
-static void give_back(const struct rf_areas *areas, const struct rf_area *first,
-		      const struct rf_area *last)
+static void give_back(struct rf_child_list *list, const struct rf_area *first,
+		      const struct rf_area *last, enum rf_child_of how)
 {
 	const uintptr_t start = first->start, nbytes = last[-1].end - start;
 	const int writable = PROT_READ | PROT_WRITE;
+	int rc = rf_sys_map_at(start, nbytes, writable);
 
-	if (rf_sys_map_at(start, nbytes, writable) >= 0) {
+	if (rc >= 0) {
 		if (nbytes >= HUGE)
 			(void)rf_sys_madvise(start, nbytes, MADV_HUGEPAGE);
-		store(start, (const char *)areas + first->at, nbytes);
+		store(start, (const char *)list->shown + first->at, nbytes);
 		if (first->protection != writable)
 			(void)rf_sys_protect(start, nbytes, first->protection);
 	} else if (last - first > 1) {
-		/* Some are there, as their registration ended while the fork was under way. */
+		/* Only some may be there. */
 		for (; first < last; first++)
-			give_back(areas, first, first + 1);
+			give_back(list, first, first + 1, how);
+	} else {
+		note_refused(list, first, rc, how);
 	}
 }
 
@@ -479,12 +492,13 @@ static bool keep_wiped(const struct rf_areas *areas)
 	return refused;
 }
 
-void rf_child_list_apply(const struct rf_child_list *list, enum rf_child_of how)
+void rf_child_list_apply(struct rf_child_list *list, enum rf_child_of how)
 {
 	const struct rf_areas *areas = list->shown;
 	const struct rf_area *area, *last, *next;
 	size_t page_size;
 
+	list->refused.error = 0;
 	if (!areas || !areas->count)
 		return;
 	/* First, before anything takes VMAs. Twice: the others may have made room. */
@@ -499,10 +513,12 @@ void rf_child_list_apply(const struct rf_child_list *list, enum rf_child_of how)
 		if (is_wiped(area))
 			continue;
 		if (area->finds == RF_FINDS_ZEROS) {
-			map_zeros(area->start, area->end, area->protection, page_size);
-		} else if (is_copy(area) && how == RF_CHILD_PREPARED) {
+			note_refused(list, area,
+				     map_zeros(area->start, area->end, area->protection, page_size),
+				     how);
+		} else if (is_copy(area) && how >= RF_CHILD_PREPARED) {
 			next = end_of_run(area, last);
-			give_back(areas, area, next);
+			give_back(list, area, next, how);
 		} else if (area->reserved || is_copy(area)) {
 			(void)rf_sys_map_at(area->start, area->end - area->start, PROT_NONE);
 		}

@@ -21,7 +21,8 @@
  * there until the child is made, it writes for the parent alone.
  *
  * Nothing is mapped over what is mapped there: a registration that ends while a fork is
- * under way leaves its pages to the child.
+ * under way leaves its pages to the child, and a library that was loaded earlier may have
+ * mapped something in its child handler. The child is told of the latter.
  *
  * No locks: the engine's lock is held, but in a child.
  */
@@ -50,6 +51,13 @@ struct rf_areas {
 	struct rf_area areas[];
 };
 
+/* An area whose zeros or bytes could not be mapped. */
+struct rf_refused {
+	uintptr_t start, end;
+	uint8_t finds;
+	int error;		/* 0: there is none; -EEXIST: something is mapped there */
+};
+
 /* Stretches of memory that one system call reads. */
 #define RF_LIST_BATCH 64
 
@@ -59,6 +67,7 @@ struct rf_child_list {
 	uint64_t version;		/* of the ranges that are shown */
 	bool mapped_anew;		/* some area depends on more than that; atomic */
 	struct iovec from[RF_LIST_BATCH]; /* not on the stack, which may be a signal handler's */
+	struct rf_refused refused; /* in a child: the first there was */
 };
 
 /* Registrations take room for so many bytes in advance; a fork for what is beyond that. */
@@ -92,9 +101,11 @@ enum rf_child_of {
 	RF_CHILD_OF_CLONE,	/* no handler saw the fork: marks become its own */
 	RF_CHILD_UNPREPARED,	/* the list is of an earlier fork: no bytes, either */
 	RF_CHILD_PREPARED,
+	RF_CHILD_AS_PREPARED,	/* nothing was released since: each area is absent yet */
 };
 
-void rf_child_list_apply(const struct rf_child_list *list, enum rf_child_of how);
+/* What is refused is absent; the first of it is noted. */
+void rf_child_list_apply(struct rf_child_list *list, enum rf_child_of how);
 
 /* No fork is under way: give back the memory of many saved bytes. */
 void rf_child_list_trim(struct rf_child_list *list);

@@ -139,6 +139,7 @@ static void child(void)
 	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */
 	rf_descriptors_replace(&rf_engine.descriptors);
 	/* Last: descriptor 2 is what it is to be. Not of a clone(), that may share the actions. */
+	rf_child_fault_tell_refused(&rf_engine.list.refused);
 	(void)rf_child_fault_arm();
 }
 
@@ -165,9 +166,16 @@ static void install(void)
 
 static enum rf_child_of child_of(void)
 {
+	const struct rf_engine *engine = &rf_engine;
+
 	if (!here.depth)
 		return RF_CHILD_OF_CLONE;
-	return here.prepared ? RF_CHILD_PREPARED : RF_CHILD_UNPREPARED;
+	if (!here.prepared)
+		return RF_CHILD_UNPREPARED;
+	/* Another thread may have been in the middle of a release. */
+	return engine->lock.word || engine->list.version != engine->tracker.ranges.version
+		       ? RF_CHILD_PREPARED
+		       : RF_CHILD_AS_PREPARED;
 }
 
 bool rf_become_child(void)

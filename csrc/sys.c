@@ -193,6 +193,19 @@ int rf_sys_map_at(uintptr_t start, size_t nbytes, int protection)
 	return mapped_at(rc, &memory);
 }
 
+bool rf_sys_is_mapped(uintptr_t start, size_t nbytes)
+{
+	int rc;
+
+#ifdef RF_TESTING
+	if (injected())
+		return false;
+#endif
+	/* MS_ASYNC writes nothing. Not mincore(), which needs a byte for each page. */
+	KERNEL_UNCANCELLED(rc, msync((void *)start, nbytes, MS_ASYNC));
+	return rc >= 0;
+}
+
 int rf_sys_map_over(uintptr_t start, size_t nbytes)
 {
 	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;

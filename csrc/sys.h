@@ -62,6 +62,8 @@ int rf_sys_is_shared(uintptr_t address, size_t nbytes);
 /* Put private zeros in the place of what is mapped in [@start, @start + @nbytes). */
 int rf_sys_map_over(uintptr_t start, size_t nbytes);
 
+/* Is something mapped on every page of [@start, @start + @nbytes)? False if nobody says. */
+bool rf_sys_is_mapped(uintptr_t start, size_t nbytes);
 /* Private zeros, with that protection, where nothing is mapped. -EEXIST: something is. */
 int rf_sys_map_at(uintptr_t start, size_t nbytes, int protection);
 /*

@@ -571,7 +571,7 @@ struct rf_areas *rf_child_list_take(struct rf_child_list *list)
 		list->spare = NULL;
 	__atomic_store_n(&list->shown, NULL, __ATOMIC_RELEASE);
 	needed = (header(areas->count) + mask) & ~mask;
-	if (needed < areas->mapped &&
+	if (needed < areas->used &&
 	    rf_sys_unmap((char *)areas + needed, areas->mapped - needed) >= 0)
 		areas->mapped = needed;
 	return areas;

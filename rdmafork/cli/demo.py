@@ -23,22 +23,24 @@ from rdmafork.cli import demo_screen, machine, terminal
 from rdmafork.cli.demo_promises import FORK_LIMIT, MODES, promises
 
 DESCRIPTION = """\
-Shows in one screen, on this machine and without RDMA hardware, what rdmafork
-does.
+Shows on one screen what rdmafork does on this machine. It needs no RDMA
+hardware.
 
-It registers private memory and pins it through io_uring, which pins pages as an
-RDMA memory region does. Then it forks, without rdmafork and in both of its
-modes, and measures how long fork() takes, what memory the child costs, what a
-registration costs, and whether a device still reads and writes the parent's
-pages afterwards.
+It registers private memory and pins it with io_uring, which pins pages as an
+RDMA memory region does. Then it forks, without rdmafork and in both modes of
+rdmafork. It measures how long fork() takes, how much memory is copied for the
+child and what a registration costs, and checks that a device still reads and
+writes the parent's pages.
 """
 
 EPILOG = """\
-It needs memory of about 2.2 times SIZE, because the kernel copies all of it
-once, and uses a smaller size if there is less. As root, if no huge pages are
-reserved, it reserves a few and gives them back.
+It needs about 2.2 times SIZE of memory, because the kernel copies all of it
+once; if there is less, it uses a smaller size. The part about huge pages needs
+some that are reserved and free. As root, if none are reserved, it reserves
+8 and releases them at the end.
 
-Exit status: 0 all is well, 1 a promise was broken, 2 it could not do its work.
+Exit status: 0 all checks passed, 1 a check failed, 2 wrong usage, or it could
+not measure.
 """
 
 PAIRS = 1000  # registrations during which system calls are counted
@@ -50,23 +52,31 @@ POOL = "/proc/sys/vm/nr_hugepages"
 Report = dict[str, Any]
 
 
+LEAST = 1 << 20  # bytes: less cannot be told from what fork() costs anyway
+
+
 def _size(text: str) -> int:
     try:
-        return terminal.parse_size(text)
+        nbytes = terminal.parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if nbytes < LEAST:
+        least = terminal.size(LEAST)
+        raise argparse.ArgumentTypeError(f"{text!r} is too little: the demo needs {least} or more")
+    return nbytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size",
         type=_size,
-        help="how much memory to register and pin (1GiB; with --quick 128MiB)",
+        help="how much memory to register and pin, 1MiB or more (default: 1GiB; "
+        "with --quick 128MiB)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="less memory, fewer rounds: a few seconds"
+        "--quick", action="store_true", help="less memory and fewer rounds: a few seconds"
     )
-    parser.add_argument("--json", action="store_true", help="print everything seen as JSON")
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     terminal.add_color(parser)
 
 
@@ -155,7 +165,7 @@ def choose_size(asked: int, available: int) -> tuple[int, str | None]:
     """The size that memory allows, in whole MiB, and why it is not what was asked."""
     if asked * NEEDED <= available:
         return asked, None
-    why = f"{terminal.size(available)} of memory is available, {NEEDED} times the size is needed"
+    why = f"{terminal.size(available)} of memory is available, and {NEEDED} times SIZE is needed"
     return max(int(available / NEEDED) >> 20, 1) << 20, why
 
 
@@ -251,6 +261,7 @@ def _measure_mode(
         own = _interleaved_forks(floor, worker, rounds, base)
         return _summary(own) | {
             "floor_ns": base,
+            "paired_ns": statistics.median(base),
             "against_floor": statistics.median(own) / statistics.median(base),
             "child_nbytes": worker.ask("child_memory", registered=True),
             "protected_by": worker.ask("protection"),
@@ -276,7 +287,7 @@ def _hold(report: Report, worker: Worker) -> None:
         size = min(size // 2, limit * 7 // 8) >> 20 << 20
         if size:
             report["size"]["used"] = size
-            report["size"]["why"] = "RLIMIT_MEMLOCK (ulimit -l) lets no more be pinned"
+            report["size"]["why"] = "RLIMIT_MEMLOCK (ulimit -l) allows no more to be pinned"
         else:
             report["pins_forbidden"] = "RLIMIT_MEMLOCK (ulimit -l) is too low to pin 1 MiB"
     worker.ask("hold", nbytes=report["size"]["used"], pin=False)
@@ -372,20 +383,24 @@ def _measure_huge(report: Report) -> dict[str, Any]:
     page, total = int(kib) << 10, machine.number(f"{pool}/nr_hugepages")
     result: dict[str, Any] = {"page_size": page, "reserved_here": False}
     if not page or total is None:
-        return result | {"skipped": "this kernel has no huge pages to reserve"}
+        return result | {"skipped": "this kernel has no huge pages"}
     try:
         with contextlib.ExitStack() as stack:
             if total == 0:
                 if page * HUGE_POOL > report["machine"]["memory_available_nbytes"] // 8:
-                    return result | {"skipped": f"no memory for a few of {terminal.size(page)}"}
+                    few = f"{HUGE_POOL} huge pages of {terminal.size(page)}"
+                    text = "would take more than an eighth of the available memory"
+                    return result | {"skipped": f"{few} {text}"}
                 stack.enter_context(reserved_huge_pages(HUGE_POOL))
                 result["reserved_here"] = True
             return result | _fork_with_huge(report, page, pool)
     except BlockingIOError:
-        return result | {"skipped": "another program has locked the pool of huge pages"}
-    except OSError:
-        how = f"as root: echo {HUGE_POOL} > {POOL}"
-        return result | {"skipped": f"none is reserved ({how})"}
+        text = f"another program, such as another demo, has locked {POOL}"
+        return result | {"skipped": text}
+    except OSError as error:
+        text = f"no huge pages are reserved, and this process cannot reserve any: {error.strerror}"
+        how = f"sudo rdmafork demo, or as root: echo {HUGE_POOL} > {POOL}"
+        return result | {"skipped": f"{text}. To see it: {how}"}
 
 
 def _fork_with_huge(report: Report, page: int, pool: str) -> dict[str, Any]:
@@ -393,9 +408,13 @@ def _fork_with_huge(report: Report, page: int, pool: str) -> dict[str, Any]:
     free = machine.number(f"{pool}/free_hugepages") or 0
     if free < total or machine.number(f"{pool}/resv_hugepages"):
         # Using up what others may need next is not a demo's business.
-        return {"skipped": f"some of the {total} there are serve other programs: left alone"}
+        text = f"other programs use some of the {total} huge pages, and could need the others"
+        return {"skipped": text}
     if not free:
-        return {"skipped": "the kernel had none to give"}
+        text = "the kernel found no contiguous memory for a huge page"
+        return {"skipped": f"{text}; as root: echo 1 > /proc/sys/vm/compact_memory"}
+    if not any("ns" in report["fork"][mode] for mode in MODES):
+        return {"skipped": "fork() with rdmafork could not be measured above"}
     result: dict[str, Any] = {"pool": total}
     for mode in MODES:
         if "ns" not in report["fork"][mode]:
@@ -405,7 +424,8 @@ def _fork_with_huge(report: Report, page: int, pool: str) -> dict[str, Any]:
             try:
                 result["pages"] = _hold_huge(worker, page, free, report["pins_forbidden"] is None)
             except OSError as error:
-                return {"skipped": f"{_text(error)} (does another program use the pool?)"}
+                text = f"cannot take {free} huge pages: {_text(error)}"
+                return {"skipped": f"{text}; another program may use them"}
             except WorkerDied as error:  # SIGBUS: a control group's limit, met at first touch
                 return {"skipped": str(error)}
             try:

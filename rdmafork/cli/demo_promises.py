@@ -1,4 +1,4 @@
-"""What the demo checks: each promise, what was seen, and the verdict."""
+"""What the demo checks: each promise of rdmafork, what was seen, and the verdict."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from rdmafork.cli import terminal
 Report = dict[str, Any]
 MODES = ("lazy", "eager")
 FORK_LIMIT = 1.5  # the promise: fork() against the same without those pages
+
+
+_PROTECTION = {"advice": "marked", "kernel": "copied by the kernel"}
 
 
 class Promise(NamedTuple):
@@ -29,12 +32,12 @@ def promises(report: Report) -> list[Promise]:
     found = [
         _judge(
             "fork",
-            f"fork() within {FORK_LIMIT}x of the floor",
+            f"fork() within {FORK_LIMIT}x of one without it",
             {mode: _forked(fork[mode]) for mode in MODES},
         ),
         _judge(
             "memory",
-            "no copy is made for the child",
+            "pinned memory is not copied for the child",
             {mode: _uncopied(seen["child_nbytes"], floor, allowed) for mode, seen in modes.items()}
             if report["pins_forbidden"] is None
             else {},
@@ -57,20 +60,23 @@ def promises(report: Report) -> list[Promise]:
         ),
         _judge(
             "marked",
-            "pages are marked, none left to the kernel",
+            "all pages are marked",
             {
-                mode: (seen["protected_by"] == ["advice"], "+".join(seen["protected_by"]))
+                mode: (
+                    seen["protected_by"] == ["advice"],
+                    " and ".join(_PROTECTION.get(by, by) for by in seen["protected_by"]),
+                )
                 for mode, seen in modes.items()
             },
         ),
         _judge(
             "edges",
-            "the child keeps what was not registered",
+            "the child inherits what was not registered",
             {mode: (seen["edges"] == "kept", seen["edges"]) for mode, seen in modes.items()},
         ),
         _judge(
             "huge",
-            "fork() works with the huge pages used up",
+            "fork() works with no huge page free",
             {mode: _forked_huge(huge.get(mode)) for mode in MODES},
         ),
     ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rdmafork.cli.demo_promises import MODES, lost_pages
-from rdmafork.cli.terminal import WIDTH, Paint, milliseconds, nanoseconds, ratio, size
+from rdmafork.cli.terminal import WIDTH, Paint, counted, durations, milliseconds, ratio, size
 
 Report = dict[str, Any]
 
@@ -27,26 +27,24 @@ def _head(report: Report) -> Iterator[str]:
     yield f"rdmafork {report['rdmafork']} on Linux {machine['kernel']}"
     cpu = f"{machine['cpus']} x {machine['cpu_model'] or machine['architecture']}"
     yield f"{cpu}, {size(machine['memory_nbytes'])}, Python {machine['python']}"
-    how = {"netlink": "it says so over RDMA netlink", "version": "known from its version"}
+    how = {"netlink": "as it says over RDMA netlink", "version": "known from its version"}
     copies = f"copies pinned pages at fork() ({how[kernel['copy_on_fork_from']]})"
     if kernel["copy_on_fork_trusted"]:
         what = f"This kernel {copies}: safe, but slow."
     elif kernel["copy_on_fork_trusted_from"] == "environment":
-        what = (
-            f"This kernel {copies}, and RDMAFORK_TRUST_COPYING=0 keeps rdmafork from relying on it."
-        )
+        what = f"This kernel {copies}; RDMAFORK_TRUST_COPYING=0 tells rdmafork not to rely on it."
     elif kernel["copy_on_fork"]:
-        what = f"This kernel {copies}, but before 5.19 it can lose one that moves meanwhile."
+        what = f"This kernel {copies}, but before 5.19 it can lose one that is migrated meanwhile."
     else:
-        copies = copies.replace("copies", "does not promise to copy")
-        what = f"This kernel {copies}: a device may then write where the parent does not read."
+        copies = copies.replace("copies", "does not reliably copy")
+        what = f"This kernel {copies}: a device can then write to pages the parent no longer has."
     what += (
-        f" rdmafork runs {report['default_mode']} here. Lazy: no system call to register, the "
-        "fork() that needs one makes it. Eager: at once."
+        f" rdmafork's default mode is {report['default_mode']} here. Lazy marks pages as a fork() "
+        "begins, so registering makes no system call. Eager marks them when they are registered."
     )
     yield from _wrap(what)
     if report["pins_forbidden"]:
-        no_pins = f"NO PINS: {report['pins_forbidden']}. What needs them is not checked."
+        no_pins = f"NO PINS: {report['pins_forbidden']}. What needs pinned pages is not checked."
         yield from _wrap(no_pins)
 
 
@@ -56,20 +54,25 @@ def _fork(report: Report) -> Iterator[str]:
     yield f"fork() with {size(used['used'])} of private memory registered{pinned}"
     if used["why"]:
         yield from _wrap(f"Not {size(used['asked'])}: {used['why']}.", "  ")
-    yield f"  {'':34}{'fork()':>11}{'to the floor':>15}{'copied for child':>18}"
-    rows = (
-        ("the floor: those pages not mapped", fork["floor"]),
-        ("without rdmafork", fork["plain"]),
-        ("with rdmafork, lazy", fork["lazy"]),
-        ("with rdmafork, eager", fork["eager"]),
-    )
-    for name, row in rows:
+    yield f"  {'':23}{'fork()':>10}{'without the memory':>20}{'ratio':>8}{'copied for child':>17}"
+    rows = {
+        "without the memory": fork["floor"],
+        "without rdmafork": fork["plain"],
+        "with rdmafork, lazy": fork["lazy"],
+        "with rdmafork, eager": fork["eager"],
+    }
+    floor = fork["floor"]["ns"]
+    measured = [row for row in rows.values() if "ns" in row]
+    shown = durations([floor, *(row["ns"] for row in measured)])
+    for name, row in rows.items():
         if "ns" not in row:
-            yield f"  {name:34}{_first(row.get('error'), 'not to be had on this kernel'):>44}"
+            yield f"  {name:23}{_first(row.get('error'), 'not available on this kernel'):>55}"
             continue
-        against = row.get("against_floor", row["ns"] / fork["floor"]["ns"])
+        # A mode's forks took turns with such without the memory.
+        paired = row.get("paired_ns", floor)
+        cells = [f"{shown(paired):>20}{ratio(row['ns'], paired):>8}", f"{'-':>20}{'-':>8}"]
         child = "unknown" if row["child_nbytes"] is None else size(row["child_nbytes"])
-        yield f"  {name:34}{milliseconds(row['ns']):>11}{ratio(against, 1):>15}{child:>18}"
+        yield f"  {name:23}{shown(row['ns']):>10}{cells[row is fork['floor']]}{child:>17}"
         if lost := _lost(row.get("exchange")).strip():
             yield f"    {lost}"
 
@@ -78,36 +81,38 @@ def _costs(report: Report) -> Iterator[str]:
     clocks = report["register_close"]
     ours = {mode: clocks[mode]["ns"] for mode in MODES if "ns" in clocks[mode]}
     any_ns = next(iter(ours.values()))
-    yield "register + close of a page; ratios to the first line, timed in the same process"
-    yield f"  {'':36}{'from C':>12}{'':8}{'from Python':>12}"
     pair = statistics.median(ns["madvise_pair"] for ns in ours.values())
-    yield _cost("madvise(DONTFORK), madvise(DOFORK)", pair, pair)
+    lines: list[tuple[str, float | None, float | None, str]] = [
+        ("madvise(DONTFORK), madvise(DOFORK)", pair, None, "")
+    ]
     for mode, ns in ours.items():
-        yield _cost(f"rdmafork, {mode}", ns["madvise_pair"], ns["c"], ns["python"])
+        lines.append((f"rdmafork, {mode}", ns["c"], ns["python"], ""))
+    missing = []
     for key, setting in (
         ("libibverbs", ""),
         ("libibverbs_huge_pages_safe", ", RDMAV_HUGEPAGES_SAFE"),
     ):
         peer = clocks[key]
         if "unavailable" in peer:
-            yield f"  libibverbs{setting}: {peer['unavailable']}"
+            missing.append(f"  libibverbs{setting}: {peer['unavailable']}")
             continue
         version = f" {peer['version']}" if peer["version"] else ""
         ns = peer["ns"]
         # Told "unneeded", release 51 and later does nothing; 44 still does its work.
         idle = peer["status"] == 2 and ns["c"] < ns["madvise_pair"] / 4
         name = f"libibverbs{version}{setting}"
-        yield _cost(name, ns["madvise_pair"], ns["c"]) + ("  it does nothing" if idle else "")
-    yield _cost("a system call that does nothing", any_ns["madvise_pair"], any_ns["null_call"])
-    yield _cost("memoryview(b).release()", any_ns["madvise_pair"], None, any_ns["memoryview"])
-
-
-def _cost(name: str, pair: float, c: float | None, python: float | None = None) -> str:
-    cells = [f"  {name:36}"]
-    for ns, width in ((c, 12), (python, 12)):
-        blank = " " * (width + 8)
-        cells.append(blank if ns is None else f"{nanoseconds(ns):>{width}}{ratio(ns, pair):>8}")
-    return "".join(cells).rstrip()
+        lines.append((name, ns["c"], None, "  it does nothing" if idle else ""))
+    lines.append(("a system call that does nothing", any_ns["null_call"], None, ""))
+    lines.append(("memoryview(b).release()", None, any_ns["memoryview"], ""))
+    yield "register + close of a page; ratios are relative to the first line"
+    yield f"  {'':36}{'from C':>12}{'':8}{'from Python':>12}"
+    shown = durations([ns for _, *both, _ in lines for ns in both if isinstance(ns, float)])
+    for name, c, python, remark in lines:
+        cells = (
+            " " * 20 if ns is None else f"{shown(ns):>12}{ratio(ns, pair):>8}" for ns in (c, python)
+        )
+        yield f"  {name:36}{''.join(cells)}".rstrip() + remark
+    yield from missing
 
 
 def _first(*texts: str | None) -> str:
@@ -121,12 +126,12 @@ def _wrap(text: str, indent: str = "", width: int = WIDTH) -> list[str]:
 def _huge(report: Report) -> Iterator[str]:
     huge = report["huge_pages"]
     if "skipped" in huge:
-        yield "Huge pages: not shown"
+        yield "fork() with huge pages: not measured"
         yield from _wrap(huge["skipped"], "  ")
         return
     pinned = "registered" if report["pins_forbidden"] else "pinned"
     pages = f"{huge['pages']} huge pages of {size(huge['page_size'])}"
-    yield f"fork() with {pages} {pinned}, and the pool used up"
+    yield f"fork() with {pages} {pinned}, and no other huge page free"
     modes = [mode for mode in MODES if mode in huge]
     plain = next((huge[mode]["plain"] for mode in modes if "plain" in huge[mode]), None)
     if plain:
@@ -145,9 +150,7 @@ def _outcome(outcome: dict[str, Any]) -> str:
 def _lost(exchange: dict[str, int] | None) -> str:
     lost = lost_pages(exchange)
     return (
-        f"   but {lost} of {exchange['pages']} pages lost to the device"
-        if exchange and lost
-        else ""
+        f"   but the device lost {lost} of {exchange['pages']} pages" if exchange and lost else ""
     )
 
 
@@ -155,7 +158,7 @@ MARKS = {"ok": ("OK", "green"), "failed": ("FAILED", "red"), "not checked": ("-"
 
 
 def _promises(report: Report, paint: Paint) -> Iterator[str]:
-    yield "Promises, with those pages registered"
+    yield "Checks, with this memory registered with rdmafork"
     for promise in report["promises"]:
         mark, colour = MARKS[promise["verdict"]]
         seen = promise["seen"].strip() or "not checked"
@@ -169,7 +172,8 @@ def _verdict(report: Report, paint: Paint) -> str:
     verdicts = [promise["verdict"] for promise in report["promises"]]
     seconds = f"{report['seconds']:.0f} s"
     if not report["ok"]:
-        return paint(f"Promises broken: {verdicts.count('failed')}.", "red") + f" {seconds}"
+        failed = counted(verdicts.count("failed"), "check")
+        return paint(f"{failed} failed.", "red") + f" {seconds}"
     unchecked = verdicts.count("not checked")
-    tail = f" of those that could be checked; {unchecked} could not" if unchecked else ""
-    return paint("All promises kept", "green") + f"{tail}. {seconds}"
+    tail = f"; {unchecked} could not be made" if unchecked else ""
+    return paint("All checks passed", "green") + f"{tail}. {seconds}"

@@ -87,16 +87,17 @@ def size(nbytes: float) -> str:
     while nbytes >= 1000 and power < len(UNITS) - 1:
         nbytes /= 1024
         power += 1
-    return f"{nbytes:.1f}".removesuffix(".0") + f" {UNITS[power]}"
+    unit = "byte" if nbytes == 1 and not power else UNITS[power]
+    return f"{nbytes:.1f}".removesuffix(".0") + f" {unit}"
 
 
 def parse_size(text: str) -> int:
     """ "1GiB", "512 MiB", "64K", "1048576" -> bytes. Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    nbytes = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
-    if not nbytes:
+    nbytes = float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ") if found else 0
+    if not 1 <= nbytes < 1 << 63:
         raise ValueError(f"{text!r} is not a size such as 512MiB or 1GiB")
-    return nbytes
+    return int(nbytes)
 
 
 def counted(count: int, noun: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import TIMEOUT, environment, huge_page_pool, needs_pins
 from refused import refuse
+from sysfs import as_nobody
 
 import rdmafork
 from rdmafork.cli import demo, demo_screen, machine, main, terminal
@@ -115,10 +116,10 @@ def test_one_screen_that_anyone_can_read(report):
     screen = demo_screen.render(report, terminal.Paint(sys.stderr))
     lines = screen.splitlines()
     assert len(lines) <= 42 and max(map(len, lines)) <= 80
-    for word in ("fork() with 32 MiB", "without rdmafork", "lazy", "eager", "floor", "Promises"):
+    for word in ("fork() with 32 MiB", "without rdmafork", "lazy", "eager", "ratio", "Checks"):
         assert word in screen
     assert screen.isascii()
-    assert lines[-1].startswith("All promises kept")
+    assert lines[-1].startswith("All checks passed")
 
 
 @needs_pins
@@ -197,7 +198,7 @@ def test_without_io_uring_the_rest_is_shown_and_the_reason_said():
     assert "NO PINS: a seccomp filter forbids io_uring" in text
     assert "not pinned" in text and "madvise(DONTFORK)" in text
     assert re.search(r"- the device still writes the parent's pages not checked", text)
-    assert "of those that could be checked" in text
+    assert re.search(r"All checks passed; \d+ could not be made", text)
 
 
 @needs_pins
@@ -265,7 +266,7 @@ def test_a_broken_promise_is_the_exit_status(report, monkeypatch, capsys):
     monkeypatch.setattr(demo, "measure", lambda *_: report)
     assert main(["demo"]) == 1
     output = capsys.readouterr().out
-    assert "FAILED" in output and "Promises broken: 1" in output
+    assert "FAILED" in output and "1 check failed" in output
 
 
 def test_a_worker_that_dies_is_named(monkeypatch, capsys):
@@ -294,8 +295,59 @@ def test_version_and_help():
     assert "io_uring" in command("demo", "--help").stdout
     nothing = command()
     assert nothing.returncode == 2 and nothing.stdout == helped.stdout
-    wrong = command("demo", "--size", "1Q")
-    assert wrong.returncode == 2 and "'1Q' is not a size" in wrong.stderr
+    for size, why in (
+        ("1Q", "is not a size"),
+        ("1", "is too little: the demo needs 1 MiB or more"),
+    ):
+        wrong = command("demo", "--size", size)
+        assert (wrong.returncode, wrong.stdout) == (2, "")
+        assert wrong.stderr.endswith(f"argument --size: {size!r} {why}\n") or size == "1Q"
+        assert f"{size!r} {why}" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+@needs_pins
+def test_the_least_size_is_shown():
+    done = command("demo", "--quick", "--size", "1MiB")
+    assert "fork() with 1 MiB of private memory" in done.stdout and not done.stderr
+
+
+def paired(screen):
+    """Of each row of fork(): the time, the one that it is compared with, the ratio."""
+    number = r"([\d.,]+) (us|ms)"
+    return re.findall(rf"^  with.* rdmafork\S* *\w* +{number} +{number} +([\d.,]+)x", screen, re.M)
+
+
+@needs_pins
+def test_each_ratio_stands_beside_what_it_is_of(report):
+    rows = paired(demo_screen.render(report, terminal.Paint(sys.stderr)))
+    assert len(rows) == 1 + sum("ns" in report["fork"][mode] for mode in ("lazy", "eager"))
+    for own, unit, other, unit_of_other, ratio in rows:
+        own, other, ratio = (float(text.replace(",", "")) for text in (own, other, ratio))
+        assert unit == unit_of_other
+        assert own / other == pytest.approx(ratio, rel=0.1)
+
+
+def test_why_huge_pages_cannot_be_had_is_said():
+    if os.geteuid() != 0 or pages_in_pool(wait=False):
+        pytest.skip("needs root, and a pool of huge pages that is empty")
+    report = {"machine": {"memory_available_nbytes": 1 << 40}, "fork": {}}
+
+    def seen():
+        skipped = demo._measure_huge(report)["skipped"]
+        assert "Permission denied. To see it: sudo rdmafork demo" in skipped, skipped
+
+    as_nobody(seen)
+
+
+def test_without_a_mode_that_forked_huge_pages_are_not_measured(report):
+    if "pages" not in report["huge_pages"]:
+        pytest.skip("no huge pages here")
+    failed = report | {"fork": report["fork"] | {m: {"error": "x"} for m in ("lazy", "eager")}}
+    with huge_page_pool(6):
+        huge = demo._measure_huge(failed)
+    assert "could not be measured" in huge["skipped"]
+    text = demo_screen.render(failed | {"huge_pages": huge}, terminal.Paint(sys.stderr))
+    assert "fork() with huge pages: not measured" in text
 
 
 @pytest.mark.parametrize(
@@ -306,7 +358,9 @@ def test_sizes(text, nbytes):
     assert terminal.parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1G", "1X", "GiB", "1e3", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "0.5", "-1G", "1X", "GiB", "1e3", "nan", "8388608T", "9" * 400]
+)
 def test_no_sizes(text):
     with pytest.raises(ValueError):
         terminal.parse_size(text)
@@ -314,7 +368,7 @@ def test_no_sizes(text):
 
 def test_units():
     assert [terminal.size(n) for n in (1, 4096, 36 << 10, 1 << 30)] == [
-        "1 bytes",
+        "1 byte",
         "4 KiB",
         "36 KiB",
         "1 GiB",

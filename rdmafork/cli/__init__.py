@@ -30,16 +30,16 @@ COMMANDS = {
 
 DESCRIPTION = """\
 rdmafork keeps fork() safe and cheap in programs that have registered memory
-with RDMA hardware: the pages a device reads and writes stay the parent's, and
-the kernel does not copy them for the child. You can try it without RDMA
-hardware.
+with RDMA hardware: the pages that a device reads and writes stay the parent's,
+and the kernel does not copy them for the child. `rdmafork demo` shows it and
+needs no RDMA hardware.
 
 In a program:
 
     import rdmafork
-    rdmafork.fork_init()                  # once, before anything is registered
-    with rdmafork.register(buffer):       # costs no system call
-        multiprocessing.Pool(8)           # any fork(): the buffer does not move
+    rdmafork.fork_init()              # once, before anything is registered
+    with rdmafork.register(buffer):   # makes no system call
+        multiprocessing.Pool(8)       # any fork(): the device keeps the buffer
 """
 
 EPILOG = """\

@@ -9,8 +9,8 @@ import shlex
 import rdmafork
 
 DESCRIPTION = """\
-Prints the flags that compile and link a program with the engine's C API,
-rdmafork.h and librdmafork.so of this installation, as pkg-config does.
+Prints the flags that compile and link a C program with rdmafork.h and
+librdmafork.so of this installation, as pkg-config does.
 """
 
 EPILOG = """\
@@ -21,17 +21,17 @@ examples:
   export PKG_CONFIG_PATH=$(rdmafork config --pkgconfigdir)
   pkg-config --cflags --libs rdmafork
 
-A program linked with these flags finds librdmafork.so where it is now. For an
-extension module -L and -l are enough, if rdmafork is imported before it: the
-loader then has the library already.
+A program linked with these flags finds librdmafork.so where it is now. An
+extension module needs only -L and -l if rdmafork is imported before it, because
+the library is then loaded already.
 
 Exit status: 0.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cflags", action="store_true", help="only those for compiling")
-    parser.add_argument("--libs", action="store_true", help="only those for linking")
+    parser.add_argument("--cflags", action="store_true", help="only the flags for compiling")
+    parser.add_argument("--libs", action="store_true", help="only the flags for linking")
     parser.add_argument(
         "--pkgconfigdir", action="store_true", help="the folder of rdmafork.pc, for pkg-config"
     )

@@ -12,20 +12,19 @@ import rdmafork
 from rdmafork.cli import terminal
 
 DESCRIPTION = """\
-Lists the RDMA devices that the kernel knows, one line for each port. For a
-device that this process cannot use it says why, and what to do about it. It
-asks the kernel itself and opens no device, except with -v and --json, for the
-MTUs.
+Lists the RDMA devices of this machine, one line for each port. For a device
+that this process cannot use it says why, and what to do. It asks the kernel and
+opens no device, except with -v and --json to read the MTUs.
 """
 
 EPILOG = """\
 examples:
-  rdmafork devices                 what is there, and does it work?
+  rdmafork devices                 which devices are there, and do they work?
   rdmafork devices -v              with GUIDs, LIDs, MTUs and the GID tables
   rdmafork devices --json | jq -r '.devices[] | select(.problem == null) .name'
 
 Exit status: 0 at least one device can be used, 1 none can, 2 the kernel has no
-RDMA or cannot be asked.
+RDMA, or the devices cannot be read.
 """
 
 Facts = dict[str, Any]
@@ -34,7 +33,9 @@ COLUMNS = (("device", 11), ("port", 5), ("state", 8), ("link", 11), ("rate", 11)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-v", "--verbose", action="store_true", help="everything, with GID tables")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print everything, with GID tables"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     terminal.add_color(parser)
 
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         document = {"devices": [device.as_dict() for device in devices], "problem": problem}
         print(json.dumps(document, indent=2))
     elif problem:
-        cure = "modprobe ib_core, or load the driver of the device; `rdmafork doctor` tells more"
+        cure = "modprobe ib_core, or load the driver of the device; `rdmafork doctor` says more"
         print("\n".join(terminal.wrap(f"rdmafork devices: {problem}; {cure}")), file=sys.stderr)
     else:
         paint = terminal.Paint(sys.stdout, args.color)
@@ -129,8 +130,8 @@ def _problem(device: Facts, paint: terminal.Paint) -> Iterator[str]:
 
 def _summary(devices: list[Facts], paint: terminal.Paint) -> str:
     if not devices:
-        text = "The kernel has RDMA, and knows of no device: its driver is not loaded, or a"
-        return f"{text}\ncontainer was given none."
+        text = "The kernel supports RDMA, but has no device: its driver is not loaded, or a"
+        return f"{text}\ncontainer was not given one."
     usable = sum(device["problem"] is None for device in devices)
     count = f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
     if usable == len(devices):

@@ -149,7 +149,7 @@ def _rows(check: Callable[[], Iterable[Row]]) -> Iterator[Row]:
         yield from check()
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        yield skipped("the rest of this", f"could not be looked at: {where}{error.strerror}")
+        yield skipped("the other checks", f"could not be made: {where}{error.strerror}")
 
 
 def _counts(rows: Iterable[Row]) -> dict[str, int]:

@@ -21,21 +21,19 @@ def kernel() -> Iterator[Row]:
 
 def copying() -> Row:
     info = rdmafork.kernel_info()
-    known = {"netlink": "it says so over RDMA netlink", "version": "known from its version"}
+    known = {"netlink": "as it says over RDMA netlink", "version": "known from its version"}
     how = f"Linux {info.release}, {known[info.copy_on_fork_from]}"
     what = "pinned pages at fork()"
     if info.copy_on_fork_trusted_from == "environment":
-        text = (
-            "the kernel copies them, and RDMAFORK_TRUST_COPYING=0 keeps rdmafork from relying on it"
-        )
+        text = "the kernel copies them; RDMAFORK_TRUST_COPYING=0 tells rdmafork not to rely on it"
         return ok(what, f"{text} ({how})")
     if info.copy_on_fork_trusted_from == "probe" and info.copy_on_fork_trusted:
         how += "; it treats pages as Linux 5.19 does"
     if info.copy_on_fork_trusted:
-        return ok(what, f"the kernel copies them, safe and slow ({how})")
+        return ok(what, f"the kernel copies them: safe, but slow ({how})")
     cure = "call rdmafork.fork_init() first, or start programs with rdmafork exec"
     if info.copy_on_fork:
-        text = f"the kernel copies them, but before 5.19 loses one that moves meanwhile ({how})"
+        text = f"the kernel copies them, but before 5.19 it can lose a migrated one ({how})"
         return warning(what, text, cure)
     text = f"the kernel does not copy them, so a program that forks can lose data ({how})"
     return warning(what, text, cure)
@@ -47,11 +45,11 @@ def engine() -> Row:
     try:
         found = doctor_probe.ask("engine")
     except OSError as error:
-        return problem(what, f"it cannot start: {error.strerror}")
+        return problem(what, f"cannot start: {error.strerror}")
     if not found["absent"]:
-        text = f"mode {found['mode']}; a registered page is left to the kernel's copying"
+        text = f"mode {found['mode']}; a registered page is copied by the kernel"
         return problem(what, f"{text} ({found['protected_by']}), so fork() is slow")
-    return ok(what, f"mode {found['mode']}; a page registered for a try was absent from a child")
+    return ok(what, f"mode {found['mode']}; tested: a child did not inherit a registered page")
 
 
 def proc() -> Row:
@@ -63,11 +61,11 @@ def proc() -> Row:
         except OSError as error:
             return problem(
                 what,
-                f"/proc/self/{name} cannot be read ({error.strerror}): new registrations are "
-                f"left to the kernel's copying at fork()",
-                "mount -t proc proc /proc; in a container, do not mask it",
+                f"/proc/self/{name} cannot be read ({error.strerror}): the kernel copies newly "
+                f"registered pages at fork()",
+                "mount -t proc proc /proc; in a container, do not hide it",
             )
-    return ok(what, "what is mapped can be read")
+    return ok(what, "the maps of this process can be read")
 
 
 def page_sizes() -> Row:
@@ -75,14 +73,14 @@ def page_sizes() -> Row:
     if not os.path.exists("/proc/self"):
         return skipped(what, "unknown without /proc")
     if rdmafork.kernel_info().procmap_query:
-        return ok(what, "there: the kernel says in 0.5 us what is mapped at an address")
-    return ok(what, "not there (Linux 6.11 has it): /proc/self/smaps is read where it matters")
+        return ok(what, "available: rdmafork looks up a mapping in 0.5 us")
+    return ok(what, "not available before Linux 6.11: rdmafork reads /proc/self/smaps where needed")
 
 
 def pins() -> Row:
     what = "io_uring"
     reason = _pins.available()
     if reason is None:
-        return ok(what, "pages can be pinned without a device: the demo and benchmarks work")
-    text = f"{reason}: the demo and benchmarks cannot pin pages; RDMA is not affected"
+        return ok(what, "can pin pages without a device: the demo and the benchmarks work")
+    text = f"{reason}: the demo and the benchmarks cannot pin pages; RDMA is not affected"
     return warning(what, text)

@@ -35,14 +35,14 @@ def mappings() -> Row:
     limit = machine.number("/proc/sys/vm/max_map_count")
     if limit is None:
         return skipped(what, NO_PROC)
-    text = f"{limit:,} mappings a process, of which marks take at most half"
+    text = f"{limit:,} mappings for each process; rdmafork's marks use at most half"
     cure = "as root: sysctl -w vm.max_map_count=262144"
     count, pid, name = max(_mapped(seconds=0.5), default=(0, 0, ""))
-    text += f"; the most here are {count:,}, in process {pid} ({name})" if count else ""
+    text += f"; process {pid} ({name}) has the most, {count:,}" if count else ""
     if count > limit * 3 // 4:
         return problem(what, text, f"rdmafork doctor --pid {pid}; {cure}")
     if limit < DEFAULT_MAP_COUNT:
-        return warning(what, f"{text}; Linux has {DEFAULT_MAP_COUNT:,} by default", cure)
+        return warning(what, f"{text}; the default is {DEFAULT_MAP_COUNT:,}", cure)
     return ok(what, text)
 
 
@@ -71,12 +71,10 @@ def locked_memory() -> Row:
     if not os.path.exists(PROC):
         return skipped(what, f"{text}; whether CAP_IPC_LOCK lifts it is {NO_PROC}")
     if _may_lock():
-        return ok(what, f"{text}; CAP_IPC_LOCK lifts it, though not for soft-iWARP")
+        return ok(what, f"{text}; CAP_IPC_LOCK lifts it, except for soft-iWARP")
     if hard == -1 or hard >= max(2 * soft, SMALL_MEMLOCK):
         text += ": registering more at a device fails"
-        return warning(
-            what, text, "ulimit -S -l hard in the shell; rdmafork exec does it by itself"
-        )
+        return warning(what, text, "ulimit -S -l hard in the shell; rdmafork exec does that itself")
     tell = problem if hard < SMALL_MEMLOCK else warning
     return tell(
         what,
@@ -121,7 +119,9 @@ def _pool(nbytes: int, total: int, free: int, path: str) -> Row:
     what, text = "huge pages", f"{free} of {total} of {size(nbytes)} are free"
     if free:
         return ok(what, text)
-    text += ": fork() of a process that has some pinned, and not registered here, fails"
+    text += (
+        ": fork() fails in a process that has pinned some without registering them with rdmafork"
+    )
     return warning(what, text, f"as root: echo {total + 8} > {path}/nr_hugepages")
 
 
@@ -133,8 +133,8 @@ def transparent_huge_pages() -> Row:
     except OSError:
         return ok(what, "this kernel has none")
     meaning = {
-        "always": "everywhere: a pinned byte left to the kernel's copying costs a whole one",
-        "madvise": "where asked for, as rdmafork.Buffer does",
+        "always": "everywhere: for one unmarked pinned byte the kernel copies a whole one",
+        "madvise": "where requested by madvise(), as rdmafork.Buffer does",
         "never": "nowhere",
     }
     return ok(what, meaning.get(chosen, chosen))
@@ -146,12 +146,12 @@ def user_namespace() -> Row:
         return skipped(what, NO_PROC)
     users = _mapped_users()
     if users is None:
-        return ok(what, "the machine's own")
+        return ok(what, "none: this is the host's")
     return warning(
         what,
-        f"a container's (uid_map {users}): its root lifts no limit of locked memory and opens "
-        f"only devices it was given",
-        "let the host raise memlock and give the devices: --device=/dev/infiniband",
+        f"a container's (uid_map {users}): its root cannot lift the limit of locked memory, "
+        f"and can open only the devices it was given",
+        "raise memlock on the host, and pass the devices: --device=/dev/infiniband",
     )
 
 
@@ -161,11 +161,11 @@ def memory_limit() -> Row:
         return skipped(what, NO_PROC)
     found = [(limit - used, limit, used) for limit, used in machine.memory_limits()]
     if not found:
-        return ok(what, "none by a control group")
+        return ok(what, "no control group has one")
     left, limit, used = min(found)
-    text = f"{size(limit)} by a control group, {size(used)} used"
+    text = f"{size(limit)} of a control group, {size(used)} used"
     if left < used:
-        text += ": a fork() for which the kernel copies pinned memory may not fit"
+        text += ": a fork() that makes the kernel copy pinned memory may exceed it"
         return warning(what, text, "register the memory with rdmafork, or raise the limit")
     return ok(what, text)
 
@@ -176,10 +176,10 @@ def shared_memory() -> Row:
         found = os.statvfs(what)
     except OSError as error:
         cure = "mount -t tmpfs tmpfs /dev/shm"
-        return warning(what, f"{error.strerror}: shared memory cannot be had", cure)
+        return warning(what, f"{error.strerror}: shared memory is not available", cure)
     nbytes, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     text = f"{size(free)} of {size(nbytes)} are free"
     if nbytes <= SMALL_SHM:
-        text += ": UCX, NCCL and multiprocessing keep what processes share there"
+        text += ": UCX, NCCL and multiprocessing keep shared memory there"
         return warning(what, text, "docker run --shm-size=1g, or --ipc=host")
     return ok(what, text)

@@ -42,8 +42,8 @@ def ask(question: str) -> dict[str, Any]:
         how = f"exit status {done.returncode}"
         if done.returncode < 0:
             how = f"killed by {signal.Signals(-done.returncode).name}"
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise OSError(errno.ECHILD, f"a process that tried it died, {how}: {last}") from None
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise OSError(errno.ECHILD, f"the process that tested it died, {how}: {last}") from None
     if "error" in answer:
         raise OSError(*answer["error"])
     result: dict[str, Any] = answer["result"]

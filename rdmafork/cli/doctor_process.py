@@ -68,7 +68,7 @@ class Process:
             mappings = list(_mappings(f"{self.directory}/smaps"))
         except PermissionError:
             cure = f"sudo rdmafork doctor --pid {self.pid}"
-            yield skipped("memory", "another user's: this one may not look", cure)
+            yield skipped("memory", "permission denied: the process belongs to another user", cure)
             return
         except ProcessLookupError:
             yield skipped("memory", "the process has ended")
@@ -106,7 +106,7 @@ class Process:
         except (OSError, NotElf) as error:
             why = error.strerror if isinstance(error, OSError) else error
             text = f"{size(pinned)} is pinned; what of it is registered cannot be read: {why}"
-            return skipped("a fork() now", text, f"sudo rdmafork doctor --pid {self.pid}")
+            return skipped("cost of a fork()", text, f"sudo rdmafork doctor --pid {self.pid}")
 
     def _registered(self, engine: Mapping) -> int:
         """What rf_registered_bytes points to, in the memory of the process."""
@@ -182,20 +182,23 @@ def _marked(mappings: list[Mapping]) -> Row:
     wiped = [mapping for mapping in mappings if mapping.marked and "dc" not in mapping.flags]
     parts = [
         f"{size(sum(m.nbytes for m in group))} {does}, in {counted(len(group), 'mapping')}"
-        for group, does in ((absent, "no child gets (dc)"), (wiped, "a child reads as zeros (wf)"))
+        for group, does in (
+            (absent, "children do not inherit (dc)"),
+            (wiped, "children read as zeros (wf)"),
+        )
         if group
     ]
     shared = sum(m.nbytes for m in absent if m.shared)
     text = ", ".join(parts) or "none"
     if shared:
-        text += f"; {size(shared)} of that are shared memory, which fork() never moves"
+        text += f"; {size(shared)} of that is shared memory, which fork() never copies"
         cure = "libibverbs' own fork support marks it; rdmafork exec does not"
         return warning(what, text, cure)
     return ok(what, text)
 
 
 def _pinned(pinned: int, limit: str) -> Row:
-    return ok("pinned pages", f"{size(pinned)} (VmPin); locked memory may be {limit}")
+    return ok("pinned pages", f"{size(pinned)} (VmPin); the limit of locked memory is {limit}")
 
 
 def _unprotected(pinned: int, mappings: list[Mapping]) -> tuple[int, int]:
@@ -209,7 +212,7 @@ def _unprotected(pinned: int, mappings: list[Mapping]) -> tuple[int, int]:
 
 def _cost(pinned: int, mappings: list[Mapping], registered: int | None = None) -> Row:
     """registered: with the engine that runs there; None: none does."""
-    what = "a fork() now"
+    what = "cost of a fork()"
     least, most = _unprotected(pinned, mappings)
     cure = "register it: rdmafork.register(), or rdmafork exec from the start"
     if registered is None:
@@ -222,24 +225,24 @@ def _cost(pinned: int, mappings: list[Mapping], registered: int | None = None) -
         least, much = min(pinned - registered, most), True
         pages = f"up to {size(least)} pinned by something that does not call libibverbs"
     if not least:
-        text = "what is pinned is marked or shared" if pinned else "no page is pinned"
+        text = "all pinned pages are marked or shared" if pinned else "no page is pinned"
         return ok(what, f"copies little or nothing: {text}")
     if not rdmafork.kernel_info().copy_on_fork_trusted:
-        return problem(what, f"may lose {pages}, when one of the two processes writes there", cure)
-    text = f"copies {pages}, 0.3 s a GiB or more, and takes as much memory again"
+        return problem(what, f"may make the device lose {pages}, once either process writes there", cure)
+    text = f"copies {pages}, which takes 0.3 s for each GiB or more, and as much memory again"
     return warning(what, text, cure) if much else ok(what, text)
 
 
 def _count(count: int, marked: int) -> Row:
     what = "mappings"
     limit = machine.number("/proc/sys/vm/max_map_count")
-    text = f"{count:,}, {marked:,} of them marked"
+    text = f"{count:,}, {marked:,} marked"
     if limit is None:
         return ok(what, f"{text}; vm.max_map_count cannot be read")
     text += f", of {limit:,} (vm.max_map_count)"
     cure = "as root: sysctl -w vm.max_map_count=262144; register larger pieces of memory"
     if count > limit * 9 // 10:
-        return problem(what, f"{text}: soon malloc and registering fail", cure)
+        return problem(what, f"{text}: malloc() and registrations fail soon", cure)
     return warning(what, text, cure) if count > limit // 2 else ok(what, text)
 
 
@@ -249,5 +252,5 @@ def _libraries(mappings: list[Mapping]) -> Row:
     found = sorted({m.path for m in mappings if _is_libibverbs(m.path)})
     names = [printable(path) for path in [*engines, *found]]
     if found and not engines:
-        return ok(what, f"{', '.join(names)}; rdmafork is not there")
+        return ok(what, f"{', '.join(names)}; rdmafork is not loaded")
     return ok(what, ", ".join(names) or "neither libibverbs nor rdmafork is loaded")

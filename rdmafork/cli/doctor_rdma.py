@@ -30,7 +30,7 @@ def libraries() -> Iterator[Row]:
         # No matter where there is nothing to use it for.
         tell = problem if _kernel_devices() else warning
         cure = None if error.errno == errno.ECHILD else INSTALL
-        yield tell("libibverbs", f"it cannot be loaded: {error.strerror}", cure)
+        yield tell("libibverbs", f"cannot be loaded: {error.strerror}", cure)
     else:
         version = f"rdma-core {found['version']}" if found["version"] else "version unknown"
         yield ok("libibverbs", f"{version}, {found['path']}")
@@ -53,17 +53,17 @@ def fork_support(found: dict[str, Any]) -> Row:
     info = rdmafork.kernel_info()
     if found["error"]:
         return warning(what, f"fails with {os.strerror(found['error'])}")
-    states = {0: "DISABLED", 1: "ENABLED", 2: "UNNEEDED", None: "nothing, it is too old"}
+    states = {0: "DISABLED", 1: "ENABLED", 2: "UNNEEDED", None: "nothing, because it is too old"}
     status = f"ibv_is_fork_initialized() then says {states.get(found['after'], found['after'])}"
     if found["absent"]:
-        text = "marks every registration's whole pages, two system calls each"
-        return ok(what, f"{text}, and a child is without them; {status}")
-    text = f"does nothing, as this kernel copies pinned pages; {status}"
+        text = "marks whole pages with two system calls for each registration"
+        return ok(what, f"{text}; children do not inherit them; {status}")
+    text = f"does nothing, because this kernel copies pinned pages; {status}"
     if info.copy_on_fork_trusted or info.copy_on_fork_trusted_from == "environment":
-        return ok(what, f"{text}: safe, and every fork() copies all that is pinned")
+        return ok(what, f"{text}: safe, but every fork() copies all pinned memory")
     return warning(
         what,
-        f"{text}. Before Linux 5.19 one that moves meanwhile is lost all the same",
+        f"{text}. Before Linux 5.19 a page that is migrated meanwhile is lost all the same",
         "rdmafork.fork_init(), or rdmafork exec",
     )
 
@@ -77,13 +77,13 @@ def interception(path: str) -> Row:
     except (OSError, NotElf) as error:
         return warning(what, f"{path} cannot be read: {error}")
     if imports >= RANGES:
-        return ok(what, "go by symbol: rdmafork exec answers its fork support")
+        return ok(what, "interceptable by rdmafork exec")
     return warning(
         what,
-        f"are bound inside {path} (-Bsymbolic-functions, as Ubuntu builds it): rdmafork exec "
-        f"has to patch its two functions in memory, or leaves its own fork support in force",
-        "see which in what rdmafork exec --report says of libraries; registering the memory "
-        "with rdmafork too is always enough",
+        f"bound inside {path} (-Bsymbolic-functions, as in Ubuntu): rdmafork exec has to patch "
+        f"two of its functions in memory, or libibverbs' own fork support stays in force",
+        "`rdmafork exec --report - -- PROGRAM` says which; registering the memory with rdmafork "
+        "too always works",
     )
 
 
@@ -113,9 +113,9 @@ def devices() -> Iterator[Row]:
     if not found:
         yield warning(
             "RDMA",
-            "the kernel has it, and knows of no device",
+            "the kernel supports RDMA, but has no device",
             "modprobe the driver of the device; without hardware: rdma link add rxe0 type rxe "
-            "netdev eth0; in a container: --device=/dev/infiniband and the host's namespace",
+            "netdev eth0; in a container: --device=/dev/infiniband and its host's network",
         )
     for device in found:
         yield device_row(device)
@@ -141,7 +141,7 @@ def device_row(device: rdmafork.Device) -> Row:
 
 def variables() -> Iterator[Row]:
     rows = [row for check in (fork_safe, huge_pages_safe, engine, preload) for row in check()]
-    yield from rows or [ok("variables", "none is set that RDMA and fork() depend on")]
+    yield from rows or [ok("variables", "none is set that affects RDMA or fork()")]
 
 
 def fork_safe() -> Iterator[Row]:
@@ -153,19 +153,19 @@ def fork_safe() -> Iterator[Row]:
         if value == "0":
             yield warning(
                 what,
-                "means yes to libibverbs before rdma-core 40 and to rdmafork, and no to "
-                "libibverbs from 40 on and to librdmacm",
-                f"unset {name} to say no, {name}=1 to say yes",
+                "requests protection from rdmafork and libibverbs before rdma-core 40, but not "
+                "from later libibverbs or librdmacm",
+                f"unset {name} for no protection, {name}=1 for protection",
             )
         elif rdmafork.kernel_info().copy_on_fork_trusted:
             yield warning(
                 what,
-                "not needed on this kernel: libibverbs ignores it from rdma-core 51 on, before "
-                "that it slows registering down, and libfabric's EFA gives up huge pages or aborts",
-                f"unset {name}; rdmafork.fork_init() or rdmafork exec needs no variable",
+                "not needed on this kernel: libibverbs ignores it since rdma-core 51; before, "
+                "it makes registering slow; libfabric's EFA stops using huge pages, or aborts",
+                f"unset {name}; rdmafork.fork_init() and rdmafork exec need no variable",
             )
         else:
-            yield ok(what, "asks libibverbs and rdmafork for protection")
+            yield ok(what, "requests protection from libibverbs and rdmafork")
 
 
 def huge_pages_safe() -> Iterator[Row]:
@@ -174,9 +174,9 @@ def huge_pages_safe() -> Iterator[Row]:
     if value is not None:
         yield warning(
             f"{name}={value}",
-            "libibverbs reads all of /proc/self/smaps at every registration, 0.2 ms and more; "
-            "any value means yes to it, 0 and none too",
-            f"unset {name}: rdmafork respects huge pages always, at no such cost",
+            "libibverbs reads all of /proc/self/smaps at every registration, which takes 0.2 ms "
+            "or more; any value switches that on, even 0 or an empty one",
+            f"unset {name}: rdmafork always handles huge pages, without that cost",
         )
 
 
@@ -194,7 +194,7 @@ def engine() -> Iterator[Row]:
         else:
             yield problem(
                 f"{name}={value}",
-                "means nothing: fork_init() fails with EINVAL",
+                "not a valid value: fork_init() fails with EINVAL",
                 f"{name}={' or '.join(filter(None, values))}, or unset it",
             )
 
@@ -205,11 +205,11 @@ def preload() -> Iterator[Row]:
         if os.path.basename(path) != "librdmafork.so":
             continue
         if os.path.realpath(path) == os.path.realpath(rdmafork.get_library()):
-            yield ok("LD_PRELOAD", "has librdmafork.so: programs started from here have it")
+            yield ok("LD_PRELOAD", "has librdmafork.so: programs started from here load it")
         else:
             yield problem(
                 "LD_PRELOAD",
-                f"has {path}, and this package's is {rdmafork.get_library()}: one process "
-                f"takes only one",
+                f"has {path}, but this installation's is {rdmafork.get_library()}: a process "
+                f"can load only one",
                 "unset LD_PRELOAD, or start the program with that installation's rdmafork exec",
             )

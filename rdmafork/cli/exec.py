@@ -31,42 +31,42 @@ from rdmafork.cli.programs import (
 )
 
 DESCRIPTION = """\
-Runs a program, in Python or not, so that fork() is safe and cheap although the
-program, or a library it uses (pyverbs, UCX, NCCL, ...), registers memory with
-RDMA hardware. The program is not changed: librdmafork.so is preloaded and takes
-the place of libibverbs' own fork support. Programs that it starts inherit that.
+Runs a program, in Python or not, with fork() made safe and cheap, if it or a
+library that it uses (pyverbs, UCX, NCCL, ...) registers memory with RDMA
+hardware. The program is not changed: librdmafork.so is preloaded and replaces
+libibverbs' own fork support. The programs that it starts inherit that.
 
-Forked children cannot reach the parent's devices: in a child their descriptors
+Forked children cannot use the parent's devices: in a child their descriptors
 are /dev/null. The soft limit of locked memory is raised to the hard one.
 """
 
 EPILOG = """\
 examples:
   rdmafork exec -- python train.py --workers 8
-  rdmafork exec --report - -- ib_write_bw     what it did, at the end, on stderr
-  rdmafork exec --report r.json --trace-forks -- app     and who forked
+  rdmafork exec --report - -- ib_write_bw     report on stderr at the end
+  rdmafork exec --report r.json --trace-forks -- app     report who forked too
   mpirun -n 64 rdmafork exec --report r.json -- app
-                                    one file for each rank, r.rank3.node7.json;
-                                    `rdmafork report r.*.json` reads them all
+                                    a file for each rank: r.rank3.node7.json;
+                                    `rdmafork report r.*.json` merges them
   torchrun --no-python --nproc-per-node 8 rdmafork exec -- python train.py
-  sudo rdmafork exec -- app         and not: rdmafork exec sudo app
+  sudo rdmafork exec -- app         not: rdmafork exec sudo app
 
 Every process that ends by exit(), or by returning from main(), writes a report,
 forked children too. A process that ends by a signal or by _exit(), as dash and
 the workers of Python's multiprocessing do, writes none.
-Under a launcher, put it before the program, as above. Before the launcher it
-would know of no rank, and all processes would report into one file.
+Under a launcher, put rdmafork exec before the program, as above. Put before the
+launcher it knows no rank, and all processes write into one file.
 
-Not protected is what is pinned without calls of a libibverbs.so: by one that
-is linked statically, by io_uring. The report tells how much that is.
+What is pinned without calls of a libibverbs.so is not protected: by a libibverbs
+that is linked statically, or by io_uring. The report tells how much that is.
 
-It refuses programs into which no library can be preloaded: static ones, set-uid
-and set-gid ones, those with file capabilities, those for another machine or C
-library. It looks through #! lines and env. Programs built with AddressSanitizer
-need its runtime in LD_PRELOAD, where it stays the first.
+It refuses programs into which no library can be preloaded: static, set-uid and
+set-gid programs, those with file capabilities, and those for another processor
+or C library. It follows #! lines and env. A program built with AddressSanitizer
+needs its runtime in LD_PRELOAD, where it stays first.
 
-Exit status: the program's own; 125 wrong usage, or it cannot be done as asked;
-126 the program cannot be run in this way; 127 there is no such program.
+Exit status: the program's own; 125 wrong usage, or an option that cannot be
+followed; 126 the program cannot be run like this; 127 there is no such program.
 """
 
 USAGE_STATUS = FAILED
@@ -77,27 +77,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         choices=("auto", "lazy", "eager"),
-        help="when pages are marked to be left out of children: lazy, as a fork() begins; "
-        "eager, as they are registered",
+        help="when pages are marked: lazy, as a fork() begins; eager, when they are registered",
     )
     parser.add_argument(
         "--report",
         metavar="FILE",
-        help="every process appends a line of JSON to FILE at its exit; - is stderr",
+        help="each process appends a line of JSON to FILE when it exits; - is stderr",
     )
     parser.add_argument(
         "--trace-forks",
         action="store_true",
-        help="report who forked; Python prints its stack on stderr, once for each place",
+        help="report who forked; Python prints its stack on stderr, once for each call site",
     )
     parser.add_argument(
-        "--keep-devices", action="store_true", help="children keep RDMA devices open"
+        "--keep-devices", action="store_true", help="children keep the RDMA devices open"
     )
     parser.add_argument(
         "command",
         metavar="PROGRAM",
         nargs=argparse.REMAINDER,
-        help="what to run, and its arguments, which are left as they are",
+        help="the program to run, and its arguments",
     )
 
 
@@ -168,15 +167,17 @@ def _inherited() -> dict[str, str]:
 def _preload(there: str) -> str:
     library = rdmafork.get_library()
     if set(library) & set(": "):
-        text = f"{library} has a space or a colon in its path, and LD_PRELOAD takes neither"
+        text = f"{library} has a space or a colon in its path, which LD_PRELOAD does not allow"
         raise Refused(FAILED, f"{text}: install rdmafork elsewhere")
     others = []
     for path in split(there):
         if os.path.basename(path) != os.path.basename(library):
             others.append(path)
         elif os.path.realpath(path) != os.path.realpath(library):
-            text = f"LD_PRELOAD has {path} already, and a process takes only one"
-            raise Refused(FAILED, f"{text}: unset it, or use that one's rdmafork exec")
+            text = f"LD_PRELOAD already has {path}, and a process can load only one"
+            raise Refused(
+                FAILED, f"{text}: unset it, or use the rdmafork exec of that installation"
+            )
     first = [path for path in others if must_be_first(path)]
     return ":".join([*first, library, *(path for path in others if path not in first)])
 
@@ -199,12 +200,12 @@ def _report(path: str, rank: launchers.Rank | None) -> str:
     try:
         path = os.path.abspath(path)
     except OSError:
-        text = "the working directory is gone; name the file in full"
+        text = "the working directory no longer exists; give the full path"
         raise Refused(FAILED, f"no report can be written to {path}: {text}") from None
     if not path.startswith("/dev/"):
         path = launchers.file_name(path, rank)
     if os.path.islink(path) and not path.startswith(("/dev/std", "/dev/fd/", "/proc/")):
-        text = "it is a link, which somebody else may have put there"
+        text = "it is a symbolic link, which another user may have made"
         raise Refused(FAILED, f"no report can be written to {path}: {text}; name the file itself")
     directory = os.path.dirname(path)
     if os.path.isdir(path):

@@ -72,8 +72,8 @@ def _programs(command: Sequence[str], environ: Mapping[str, str]) -> Iterator[st
             path, arguments = interpreter, [*option, path, *arguments]
             continue
         if head and not head.startswith(b"\x7fELF"):
-            text = f"{path} is neither a program nor a script: it begins with no #! line"
-            raise Refused(CANNOT_RUN, f"{text}; sh {path} may be what is meant")
+            text = f"{path} is neither a program nor a script: it has no #! line"
+            raise Refused(CANNOT_RUN, f"{text}; did you mean sh {path}?")
         yield path
         if os.path.basename(path) != "env":
             return
@@ -117,7 +117,7 @@ def _interpreter(path: str, head: bytes) -> list[str]:
     if not words[0]:
         raise Refused(CANNOT_RUN, f"{path} names no interpreter in its first line")
     if not os.path.exists(words[0]):
-        raise Refused(NOT_FOUND, f"{path}: its interpreter {words[0]} is not there")
+        raise Refused(NOT_FOUND, f"{path}: its interpreter {words[0]} does not exist")
     return words
 
 
@@ -140,7 +140,7 @@ def _started_by_env(
         while letters:
             letter, letters = letters[0], letters[1:]
             if letter == "i":
-                text = f"env {word} takes LD_PRELOAD away: set what is needed before"
+                text = f"env {word} removes LD_PRELOAD: set the environment before rdmafork exec"
                 raise Refused(FAILED, text)
             if letter not in "uCSa":
                 continue
@@ -155,7 +155,7 @@ def _started_by_env(
         name, _, value = rest.pop(0).partition("=")
         changed[name] = value
     if changed.get("LD_PRELOAD") != environ.get("LD_PRELOAD"):
-        raise Refused(FAILED, "env sets LD_PRELOAD anew or takes it away: set it before rdmafork")
+        raise Refused(FAILED, "env changes or removes LD_PRELOAD: set it before rdmafork exec")
     return rest, changed, directory
 
 
@@ -173,7 +173,7 @@ def _check_rights(path: str) -> None:
     status = os.stat(path)
     if os.statvfs(path).f_flag & os.ST_NOSUID:
         return
-    cure = "its loader preloads nothing; start it as the user it becomes, as in sudo rdmafork exec"
+    cure = "nothing can be preloaded into it; use sudo rdmafork exec, as the user it becomes"
     if machine.field("/proc/self/status", "NoNewPrivs") != "1":
         if status.st_mode & stat.S_ISUID and status.st_uid != os.getuid():
             raise Refused(CANNOT_RUN, f"{path} is set-uid: {cure}")
@@ -200,19 +200,19 @@ def _own() -> tuple[Machine, str]:
 def _check_loader(path: str, elf: Elf) -> None:
     ours, loader = _own()
     if elf.machine != ours:
-        text = f"{path} is {elf.machine}, and librdmafork.so is {ours}"
-        raise Refused(CANNOT_RUN, f"{text}: install rdmafork for that, too")
+        text = f"{path} is for {elf.machine}, but librdmafork.so is for {ours}"
+        raise Refused(CANNOT_RUN, f"{text}: install rdmafork for that too")
     found = elf.interpreter
     if found is None:
         if os.path.basename(os.path.realpath(path)) == os.path.basename(os.path.realpath(loader)):
             return  # the loader itself, given a program
         raise Refused(
             CANNOT_RUN,
-            f"{path} is static, and nothing can be preloaded into it: link it dynamically, or "
-            f"call rdmafork.h in it",
+            f"{path} is static, so nothing can be preloaded into it: link it dynamically, or "
+            f"call the functions of rdmafork.h in it",
         )
     if os.path.basename(found) != os.path.basename(loader):
-        text = f"{path} has the loader {found}, and librdmafork.so was built for {loader}"
+        text = f"{path} needs the loader {found}, but librdmafork.so was built for {loader}"
         raise Refused(CANNOT_RUN, f"{text}: install rdmafork for that C library")
 
 

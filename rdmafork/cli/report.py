@@ -12,7 +12,7 @@ from rdmafork.cli import report_lines, terminal
 from rdmafork.cli.report_lines import Broken, Process
 
 DESCRIPTION = """\
-Merges the reports of many processes, of many ranks on many machines, into one
+Merges the reports of many processes, also from many ranks and hosts, into one
 table: first those with errors, then those far from the median, then the others.
 """
 
@@ -21,28 +21,28 @@ examples:
   rdmafork report r.json
   rdmafork report r.rank*.json --all          all processes, not the first 20
   rdmafork report r.rank*.json --json | jq .totals
-  rdmafork report - < log                     names the lines that are no report
+  rdmafork report - < log                     names lines that are not reports
 
 columns:
   regs       registrations made
   forks      calls of fork() through libc
-  in fork()  the longest time that rdmafork's fork handlers took
-  absent     bytes that were kept from children, and so not copied
-  left       bytes left to the kernel's copying, with those that were pinned
-             without a call of libibverbs: slow, and safe only where that can be
-             trusted; `rdmafork doctor` says whether it can
+  in fork()  the longest time that rdmafork's fork handlers took in one fork()
+  marked     bytes that children did not inherit, and that were not copied
+  unmarked   bytes that the kernel has to copy, registered or pinned without a call
+             of libibverbs: slow, and safe only if its copying can be trusted, see
+             `rdmafork doctor`
 
 A process that ended by a signal or by _exit(), as dash and the workers of
 Python's multiprocessing do, wrote no report.
 
-Exit status: 0 all is well, 1 a process met an error, a library could not be
-served or a line was broken, 2 there is no report to be read.
+Exit status: 0 no errors; 1 a process met an error, the fork support of a
+library could not be intercepted, or a line could not be read; 2 no reports.
 """
 
 SHOWN = 20
 _COLUMNS = (
     ("rank", ">"), ("host", "<"), ("pid", ">"), ("program", "<"), ("regs", ">"), ("forks", ">"),
-    ("in fork()", ">"), ("absent", ">"), ("left", ">"),
+    ("in fork()", ">"), ("marked", ">"), ("unmarked", ">"),
 )  # fmt: skip
 _NAME = 10  # columns at most for a host, a program
 
@@ -60,9 +60,11 @@ class Totals(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", metavar="FILE", nargs="+", help="reports; - is stdin")
+    parser.add_argument(
+        "files", metavar="FILE", nargs="+", help="reports of `rdmafork exec --report`; - is stdin"
+    )
     parser.add_argument("--all", action="store_true", help=f"show more than {SHOWN} processes")
-    parser.add_argument("--json", action="store_true", help="everything as JSON")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     terminal.add_color(parser)
 
 
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         paint = terminal.Paint(sys.stdout, args.color)
         shown = processes if args.all else processes[:SHOWN]
         if not processes and not broken:
-            print("rdmafork report: empty: no process has reported yet", file=sys.stderr)
+            print("rdmafork report: no process has written a report yet", file=sys.stderr)
         elif processes:
             print("\n".join(_screen(processes, shown, paint)))
     if not processes:
@@ -115,7 +117,7 @@ def _tell(broken: list[Broken]) -> None:
             print(f"rdmafork report: {terminal.printable(where)}: {why}", file=sys.stderr)
     for file, count in told.items():
         if count > 3:
-            print(f"rdmafork report: {file}: {count - 3:,} more lines like it", file=sys.stderr)
+            print(f"rdmafork report: {file}: {count - 3:,} more such lines", file=sys.stderr)
 
 
 def _screen(processes: list[Process], shown: list[Process], paint: terminal.Paint) -> Iterator[str]:
@@ -162,8 +164,8 @@ def _sentence(totals: Totals) -> str:
         f"{terminal.counted(totals.hosts, 'host')}: "
         f"{terminal.counted(totals.registrations, 'registration')}, "
         f"{terminal.counted(totals.forks, 'fork')} with {terminal.milliseconds(each)} in handlers "
-        f"each; {terminal.size(totals.absent_bytes)} were absent from children instead of copied, "
-        f"{terminal.size(totals.left_bytes)} left to the kernel's copying."
+        f"each; {terminal.size(totals.absent_bytes)} marked, so not inherited and not copied; "
+        f"{terminal.size(totals.left_bytes)} unmarked, so copied by the kernel."
     )
 
 
@@ -180,7 +182,7 @@ def _looks(processes: list[Process], paint: terminal.Paint) -> Iterator[str]:
     found = report_lines.troubles(processes)
     if found:
         yield ""
-        yield paint("to be looked at", "bold")
+        yield paint("problems", "bold")
     for text, those in found:
         ranks = [str(process.rank) for process in those if process.rank is not None]
         who = f"rank {', '.join(ranks[:5])}" if ranks else f"process {those[0].pid}"

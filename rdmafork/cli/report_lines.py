@@ -68,10 +68,10 @@ def _lines(name: str, file: Iterable[bytes]) -> Iterator[Process | Broken]:
 
 def _why(error: Exception) -> str:
     if isinstance(error, KeyError):
-        return f"it has no {error.args[0]!r}"
+        return f"{error.args[0]!r} is missing"
     if isinstance(error, ValueError | RecursionError):
-        return "it is no JSON"
-    return "it is no report of a process"
+        return "not valid JSON"
+    return "not a report of rdmafork exec"
 
 
 def _process(line: dict[str, Any]) -> Process:
@@ -149,9 +149,9 @@ def _troubles(line: dict[str, Any]) -> Iterator[str]:
         yield str(error)
     for library in line.get("libraries") or ():
         if library["how"] == "refused":
-            yield f"{library['path']} is not served: {library.get('why') or 'no reason given'}"
+            yield f"{library['path']} is not intercepted: {library.get('why') or 'no reason given'}"
     if _part(line, "unbalanced", "total"):
-        yield "memory was released more often than registered"
+        yield "memory was released more often than it was registered"
     if nbytes := _pinned_elsewhere(line):
         kernel = line.get("kernel") or {}
         does = "copies" if kernel.get("copy_trusted") else "may lose"

@@ -120,7 +120,7 @@ def test_closed_streams_change_nothing(arguments, status, closed):
 def test_a_report_from_a_closed_stdin_is_none():
     line = f"{shlex.join(RDMAFORK)} report - <&-"
     done = subprocess.run(line, shell=True, capture_output=True, text=True, env=environment({}))
-    assert done.returncode == 2 and "no process has reported yet" in done.stderr
+    assert done.returncode == 2 and "no process has written a report" in done.stderr
 
 
 def test_a_program_under_exec_has_closed_what_was_closed():

@@ -105,7 +105,7 @@ def test_without_rdma_the_kernel_is_named(tree, show):
 def test_without_devices_it_says_so(tree, show):
     tree.classes()
     status, lines, _ = show()
-    assert status == 1 and lines[0].startswith("The kernel has RDMA, and knows of no device")
+    assert status == 1 and lines[0].startswith("The kernel supports RDMA, but has no device")
 
 
 def test_without_permission_the_list_is_there_all_the_same(tree, show):

@@ -97,18 +97,18 @@ def test_every_row_has_its_evidence_and_each_trouble_its_cure():
     status = "ok" if info.copy_on_fork_trusted or chosen else "warning"
     expect(found["pinned pages at fork()"], status, info.release)
     mode = "lazy" if info.copy_on_fork_trusted else "eager"
-    expect(found["rdmafork"], "ok", f"mode {mode}", "absent from a child")
+    expect(found["rdmafork"], "ok", f"mode {mode}", "did not inherit")
     expect(found["vm.max_map_count"], "ok", f"{info.max_map_count:,}")
 
 
 @pytest.mark.parametrize(
     ("trusted", "known_from", "status", "words"),
     [
-        (True, "version", "ok", "safe and slow"),
+        (True, "version", "ok", "safe, but slow"),
         (True, "probe", "ok", "treats pages as Linux 5.19 does"),
         (False, "environment", "ok", "RDMAFORK_TRUST_COPYING=0"),
-        (False, "probe", "warning", "before 5.19 loses one"),
-        (False, "version", "warning", "before 5.19 loses one"),
+        (False, "probe", "warning", "before 5.19 it can lose a migrated one"),
+        (False, "version", "warning", "before 5.19 it can lose a migrated one"),
     ],
 )
 def test_how_its_copying_is_known_is_told(monkeypatch, trusted, known_from, status, words):
@@ -257,7 +257,7 @@ def test_few_mappings_are_allowed(tmp_path):
     assert row["status"] in ("warning", "problem")  # a larger process may run beside
     expect(row, row["status"], "1,000 mappings", "sysctl -w vm.max_map_count")
     (tmp_path / "count").write_text("20\n")
-    expect(rows(prefix=prefix)["vm.max_map_count"], "problem", "the most here are")
+    expect(rows(prefix=prefix)["vm.max_map_count"], "problem", "has the most")
 
 
 def test_seccomp_forbids_io_uring():
@@ -310,7 +310,7 @@ def test_the_pool_of_huge_pages_is_used_up(monkeypatch):
 @pytest.mark.parametrize(("used", "status"), [(100 << 20, "ok"), (200 << 20, "warning")])
 def test_a_control_group_leaves_too_little_to_copy(monkeypatch, used, status):
     monkeypatch.setattr(machine, "memory_limits", lambda: iter([(300 << 20, used)]))
-    expect(doctor_limits.memory_limit()._asdict(), status, "300 MiB by a control group")
+    expect(doctor_limits.memory_limit()._asdict(), status, "300 MiB of a control group")
 
 
 def test_no_rdma_in_the_kernel_is_no_problem_of_fork(tree):
@@ -318,7 +318,7 @@ def test_no_rdma_in_the_kernel_is_no_problem_of_fork(tree):
     expect(found["RDMA"], "warning", "no RDMA", "modprobe ib_uverbs")
     tree.classes()
     found = rows(env={"SYSFS_PATH": str(tree.root)})
-    expect(found["RDMA"], "warning", "knows of no device", "rdma link add")
+    expect(found["RDMA"], "warning", "supports RDMA, but has no device", "rdma link add")
 
 
 def test_devices_are_usable_or_not_and_why(tree):
@@ -337,15 +337,15 @@ def test_what_its_ibv_fork_init_does_was_tried():
     found = rows()
     assert path in found["libibverbs"]["evidence"]
     said = found["its ibv_fork_init()"]["evidence"]
-    assert ("a child is without them" in said) != ("does nothing" in said)
+    assert ("children do not inherit them" in said) != ("does nothing" in said)
 
 
 @pytest.mark.parametrize(
     ("found", "trusted", "status", "words"),
     [
-        ({"error": None, "after": 2, "absent": False}, True, "ok", "copies all that is pinned"),
+        ({"error": None, "after": 2, "absent": False}, True, "ok", "copies all pinned memory"),
         ({"error": None, "after": 2, "absent": False}, False, "warning", "Before Linux 5.19"),
-        ({"error": None, "after": 1, "absent": True}, False, "ok", "without them"),
+        ({"error": None, "after": 1, "absent": True}, False, "ok", "not inherit them"),
         ({"error": errno.ENOSYS, "after": 0, "absent": False}, True, "warning", "not implemented"),
     ],
 )
@@ -381,7 +381,7 @@ def test_a_library_that_calls_by_symbol_can_be_answered(built, flags):
 
 def test_a_library_bound_inside_cannot(built):
     row = doctor_rdma.interception(built("libibverbs.so.1", "-Wl,-Bsymbolic-functions"))
-    assert row.status == "warning" and "as Ubuntu builds it" in row.evidence and row.cure
+    assert row.status == "warning" and "as in Ubuntu" in row.evidence and row.cure
 
 
 def test_copies_that_wheels_bring_are_found(built, tmp_path, monkeypatch):
@@ -410,7 +410,9 @@ def said(capsys, monkeypatch, **env):
 def test_the_trap_of_zero(capsys, monkeypatch):
     found = said(capsys, monkeypatch, RDMAV_FORK_SAFE="0", RDMAV_HUGEPAGES_SAFE="0")
     expect(found["RDMAV_FORK_SAFE=0"]._asdict(), "warning", "before rdma-core 40", "unset")
-    expect(found["RDMAV_HUGEPAGES_SAFE=0"]._asdict(), "warning", "any value means yes", "unset")
+    expect(
+        found["RDMAV_HUGEPAGES_SAFE=0"]._asdict(), "warning", "any value switches that on", "unset"
+    )
 
 
 @pytest.mark.parametrize("value", ["0", "", "1", "no"])
@@ -503,11 +505,11 @@ def test_another_process_is_looked_at(process, registered):
     pid = process(holding, registered)
     found = {row.what: row for row in doctor_process.Process(pid).rows()}
     assert "64 MiB (VmPin)" in found["pinned pages"].evidence
-    absent = "32 MiB no child gets (dc), in 1 mapping"
+    absent = "32 MiB children do not inherit (dc), in 1 mapping"
     assert (absent in found["marked pages"].evidence) == registered
     # As the report of rdmafork exec has it: pinned, and by no registration here.
     elsewhere = "32 MiB" if registered else "64 MiB"
-    expect(found["a fork() now"]._asdict(), "warning", f"copies up to {elsewhere}", "libibverbs")
+    expect(found["cost of a fork()"]._asdict(), "warning", f"copies up to {elsewhere}", "libibverbs")
     assert "librdmafork.so" in found["libraries"].evidence
     with open(f"/proc/{pid}/maps") as maps:
         assert found["mappings"].evidence.startswith(f"{sum(1 for _ in maps):,}, ")
@@ -523,7 +525,7 @@ def test_what_is_pinned_and_registered_is_no_cost(process):
         return rdmafork.register(memory), _pins.Pins(memory)
 
     found = {row.what: row for row in doctor_process.Process(process(hold)).rows()}
-    expect(found["a fork() now"]._asdict(), "ok", "8 MiB that is pinned is registered")
+    expect(found["cost of a fork()"]._asdict(), "ok", "8 MiB that is pinned is registered")
 
 
 @needs_pins
@@ -541,7 +543,7 @@ def test_what_is_registered_there_cannot_be_read():
         assert process.stdout.readline() == b"ready\n"
         found = {row.what: row for row in doctor_process.Process(process.pid).rows()}
         process.kill()
-    row = found["a fork() now"]._asdict()
+    row = found["cost of a fork()"]._asdict()
     expect(row, "skipped", "1 MiB is pinned; what of it is registered cannot be read", "sudo")
 
 
@@ -583,7 +585,7 @@ def test_what_a_fork_would_cost(monkeypatch, pinned, mappings, status, words):
         if copies or "copies little" in row.evidence:
             assert row.status == status and words in row.evidence, row
         else:
-            assert row.status == "problem" and "may lose" in row.evidence, row
+            assert row.status == "problem" and "device lose" in row.evidence, row
 
 
 @pytest.mark.parametrize(
@@ -612,7 +614,7 @@ def test_what_a_fork_would_cost_where_the_engine_runs(
         if copies or status == "ok":
             assert row.status == status and words in row.evidence, row
         else:
-            assert row.status == "problem" and "may lose up to" in row.evidence, row
+            assert row.status == "problem" and "device lose up to" in row.evidence, row
 
 
 @pytest.mark.parametrize(
@@ -621,11 +623,11 @@ def test_what_a_fork_would_cost_where_the_engine_runs(
         ([], "ok", "none"),
         ([mapping(1, "dc io pf", path="/dev/infiniband/uverbs0", shared=True)], "ok", "none"),
         ([mapping(1, "dc", path="anon_inode:[io_uring]", shared=True)], "ok", "none"),
-        ([mapping(4, "dc", path="/dev/shm/x", shared=True)], "warning", "4 MiB of that are shared"),
+        ([mapping(4, "dc", path="/dev/shm/x", shared=True)], "warning", "4 MiB of that is shared"),
         (
             [mapping(4, "dc"), mapping(4, "wf")],
             "ok",
-            "4 MiB no child gets (dc), in 1 mapping, 4 MiB",
+            "4 MiB children do not inherit (dc), in 1 mapping, 4 MiB",
         ),
     ],
 )
@@ -641,7 +643,7 @@ def test_shared_memory_that_is_marked_is_seen(process):
         return memory
 
     found = {row.what: row for row in doctor_process.Process(process(mark)).rows()}
-    assert "1 MiB of that are shared memory" in found["marked pages"].evidence
+    assert "1 MiB of that is shared memory" in found["marked pages"].evidence
 
 
 @pytest.mark.parametrize(("count", "status"), [(100, "ok"), (600, "warning"), (950, "problem")])

@@ -172,7 +172,7 @@ def test_the_report_and_doctor_agree(tmp_path, registers):
             text=True,
         )
         process.communicate("\n")
-    cost = {row["what"]: row for row in json.loads(done.stdout)["rows"]}["a fork() now"]
+    cost = {row["what"]: row for row in json.loads(done.stdout)["rows"]}["cost of a fork()"]
     elsewhere = lines(path)[0]["pinned_elsewhere"]["max"]
     assert (elsewhere, cost["status"]) == ((0, "ok") if registers else (NBYTES, "warning"))
 

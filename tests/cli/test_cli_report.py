@@ -61,7 +61,7 @@ def test_one_row_a_process_by_rank(report):
     status, lines, errors = report([line(rank) for rank in (2, 0, 1)])
     assert (status, errors) == (0, [])
     assert lines[0].split() == [
-        "rank", "host", "pid", "program", "regs", "forks", "in", "fork()", "absent", "left",
+        "rank", "host", "pid", "program", "regs", "forks", "in", "fork()", "marked", "unmarked",
     ]  # fmt: skip
     assert [row.split()[0] for row in lines[1:4]] == ["0", "1", "2"]
     assert lines[1].split() == [
@@ -69,7 +69,7 @@ def test_one_row_a_process_by_rank(report):
     ]  # fmt: skip
     text = " ".join(lines)
     assert "3 processes on 1 host: 300 registrations, 12 forks with 0.25 ms in handlers" in text
-    assert "12 GiB were absent from children instead of copied, 0 bytes left" in text
+    assert "12 GiB marked, so not inherited and not copied; 0 bytes unmarked" in text
     assert "12  os_fork in python3.11" in text
 
 
@@ -84,13 +84,13 @@ def test_outliers_come_first_and_troubles_before_them(report):
     assert status == 1
     assert [row.split()[0] for row in shown[1:9]] == ["6", "7", "5", "3", "0", "1", "2", "4"]
     text = " ".join(" ".join(shown).split())
-    assert f"{LIBRARY} is not served: its calls are bound inside (rank 6, 7)" in text
+    assert f"{LIBRARY} is not intercepted: its calls are bound inside (rank 6, 7)" in text
     assert "no engine: out of memory (rank 6)" in text
 
 
 def test_a_release_too_many_is_a_trouble(report):
     status, lines, _ = report([line(0, unbalanced=2)])
-    assert status == 1 and "released more often than registered" in " ".join(lines)
+    assert status == 1 and "released more often than it was registered" in " ".join(lines)
 
 
 def test_a_process_that_no_launcher_started(report):
@@ -107,21 +107,21 @@ def test_ranks_may_be_strings_and_numbers_may_have_no_parts(report):
 @pytest.mark.parametrize(
     ("broken", "why"),
     [
-        ("garbage", "it is no JSON"),
-        ('{"rdmafork": "0.1.0", "ho', "it is no JSON"),
-        ("[1]", "it is no report of a process"),
-        ("7", "it is no report of a process"),
-        ('{"pid": 3}', "it has no 'rdmafork'"),
-        ('{"rdmafork": "0.1.0", "pid": 3}', "it has no 'host'"),
-        ('{"rdmafork": "0.1.0", "host": "a", "pid": "x"}', "it is no report of a process"),
-        ('{"rdmafork": "1", "host": "a", "pid": 1, "libraries": 3}', "it is no report"),
-        ('{"rdmafork": "1", "host": "a", "pid": 1, "fork_callers": [{}]}', "it has no 'symbol'"),
+        ("garbage", "not valid JSON"),
+        ('{"rdmafork": "0.1.0", "ho', "not valid JSON"),
+        ("[1]", "not a report of rdmafork exec"),
+        ("7", "not a report of rdmafork exec"),
+        ('{"pid": 3}', "'rdmafork' is missing"),
+        ('{"rdmafork": "0.1.0", "pid": 3}', "'host' is missing"),
+        ('{"rdmafork": "0.1.0", "host": "a", "pid": "x"}', "not a report of rdmafork exec"),
+        ('{"rdmafork": "1", "host": "a", "pid": 1, "libraries": 3}', "not a report"),
+        ('{"rdmafork": "1", "host": "a", "pid": 1, "fork_callers": [{}]}', "'symbol' is missing"),
         (
             '{"rdmafork": 3, "pid": 1, "host": "a",'
             ' "fork_callers": [{"symbol": "f", "object": "/o", "count": null}]}',
-            "it is no report of a process",
+            "not a report of rdmafork exec",
         ),
-        ("[" * 200_000, "it is no JSON"),
+        ("[" * 200_000, "not valid JSON"),
     ],
 )
 def test_a_broken_line_is_told_and_the_others_are_read(report, broken, why):
@@ -181,14 +181,14 @@ def test_a_caller_in_what_is_no_program_has_no_name(report, tmp_path, path):
 
 def test_a_log_with_reports_in_it_is_not_repeated(report):
     status, lines, errors = report([line(0), *["epoch 1 loss 0.3"] * 50])
-    assert status == 1 and len(errors) == 4 and "47 more lines like it" in errors[-1]
+    assert status == 1 and len(errors) == 4 and "47 more such lines" in errors[-1]
     assert lines[1].split()[0] == "0"
 
 
 def test_bytes_that_are_no_text_are_a_broken_line(tmp_path, capsys):
     (tmp_path / "r.json").write_bytes(b"\xff\xfe\n" + json.dumps(line(0)).encode() + b"\n")
     assert main(["report", str(tmp_path / "r.json")]) == 1
-    assert "r.json:1: it is no JSON" in capsys.readouterr().err
+    assert "r.json:1: not valid JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("locale", ["utf-8", "ascii"])
@@ -215,7 +215,7 @@ def test_any_text_and_number_of_a_line_is_shown_or_told(locale):
         else:
             assert b"\\ud800\\x1b[31" in done.stdout and b"\\xff\\x0a" in done.stdout
             assert b"\x1b" not in done.stdout and b"16777216 TiB" in done.stdout
-            assert b"stdin:5: it is no report of a process" in done.stderr
+            assert b"stdin:5: not a report of rdmafork exec" in done.stderr
 
 
 def test_nothing_to_be_read_is_2(tmp_path, report, capsys):
@@ -224,7 +224,7 @@ def test_nothing_to_be_read_is_2(tmp_path, report, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "Is a directory" in capsys.readouterr().err
     status, lines, errors = report([])
-    assert (status, lines) == (2, []) and "no process has reported yet" in errors[0]
+    assert (status, lines) == (2, []) and "no process has written a report" in errors[0]
     assert main(["report"]) == 2
 
 

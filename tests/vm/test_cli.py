@@ -98,8 +98,8 @@ def test_doctor_tells_what_a_fork_costs_a_program(holder):
     if rdmafork.kernel_info().copy_on_fork:
         assert cost["status"] == "warning" and "copies 100 MiB of pinned" in cost["evidence"]
     else:
-        assert cost["status"] == "problem" and "may lose 100 MiB" in cost["evidence"]
-    assert "rdmafork is not there" in found["libraries"]["evidence"]
+        assert cost["status"] == "problem" and "device lose 100 MiB" in cost["evidence"]
+    assert "rdmafork is not loaded" in found["libraries"]["evidence"]
     assert "uverbs" in found["devices"]["evidence"]
 
 

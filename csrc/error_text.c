@@ -72,19 +72,22 @@ static void put_range(struct line *line, int rc, const struct rf_error *error)
 		if (rc == -EINVAL)
 			put(line, "on_fork must be one of omit, wipe, keep, not %s", error->text);
 		else
-			put(line, "on_fork=\"keep\" relies on a kernel whose copies of pinned pages "
-				  "at fork can be trusted (5.19 and later), and %s; use \"omit\", or "
-				  "shared memory, which children keep everywhere", error->text);
+			put(line, "on_fork=\"keep\" relies on a kernel whose copies of pinned "
+				  "pages at fork can be trusted (5.19 and later), and %s; use "
+				  "\"omit\", or shared memory, which children keep everywhere",
+			    error->text);
 		break;
 	case RF_CAUSE_HOLE:
 		put(line, "nothing is mapped at 0x%zx-0x%zx; register memory before it is freed, "
-			  "and only as much as there is", (size_t)error->start,
+			  "and only as much as there is",
+		    (size_t)error->start,
 		    (size_t)error->end);
 		break;
 	case RF_CAUSE_VMA_LIMIT:
 		put(line, "it would take the process past half of vm.max_map_count (%u), or the "
-			  "kernel has no memory for more mappings; raise sysctl vm.max_map_count or "
-			  "the control group's memory limit, or register fewer and larger buffers",
+			  "kernel has no memory for more mappings; raise sysctl vm.max_map_count "
+			  "or the control group's memory limit, or register fewer and "
+			  "larger buffers",
 		    rf_kernel()->max_map_count);
 		break;
 	case RF_CAUSE_ENGINE_MEMORY:
@@ -116,7 +119,8 @@ static bool put_start(struct line *line, const struct rf_error *error)
 		return true;
 	case RF_CAUSE_MODE:
 		put(line, "%s already, and registrations depend on it; use the same mode "
-			  "everywhere, or name none", error->text);
+			  "everywhere, or name none",
+		    error->text);
 		return true;
 	case RF_CAUSE_ENVIRONMENT:
 		put(line, "%s in the environment means nothing; RDMAFORK_MODE is auto, lazy or "
@@ -124,12 +128,14 @@ static bool put_start(struct line *line, const struct rf_error *error)
 		    error->text);
 		return true;
 	case RF_CAUSE_UNTRUSTED:
-		put(line, "lazy mode relies on a kernel whose copies of pinned pages at fork can be "
-			  "trusted (5.19 and later), and %s; use eager", error->text);
+		put(line, "lazy mode relies on a kernel whose copies of pinned pages at fork can "
+			  "be trusted (5.19 and later), and %s; use eager",
+		    error->text);
 		return true;
 	case RF_CAUSE_OTHER_ENGINE:
 		put(line, "another copy of rdmafork runs in this process, %s; two would undo each "
-			  "other's advice: load one only", error->text);
+			  "other's advice: load one only",
+		    error->text);
 		return true;
 	case RF_CAUSE_LIBRARY:
 		put(line, "the calls of a libibverbs cannot be taken over: %s; run the program by "
@@ -146,8 +152,9 @@ static bool put_start(struct line *line, const struct rf_error *error)
 static void put_text(struct line *line, int rc, const struct rf_error *error)
 {
 	if (error->cause == RF_CAUSE_SHARED_PAGE)
-		put(line, "the %zu bytes registered at 0x%zx share the page 0x%zx with %s, as those "
-			  "of a rdmafork.Buffer are", error->nbytes, (size_t)error->address,
+		put(line, "the %zu bytes registered at 0x%zx share the page 0x%zx with %s, as "
+			  "those of a rdmafork.Buffer are",
+		    error->nbytes, (size_t)error->address,
 		    (size_t)error->start, error->text);
 	else if (error->cause == RF_CAUSE_WRAP)
 		put(line, "address 0x%zx + %zu bytes leaves the address space",

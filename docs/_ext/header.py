@@ -83,7 +83,7 @@ def entries() -> dict[str, Entry]:
             declaration = " ".join(match["function"].split())
             name = re.search(r"(\w+)(\(|$)", declaration)
             assert name, declaration
-            kind = "function" if name[2] else "variable"
+            kind = "function" if name[2] else "var"
             entry = Entry(name[1], kind, declaration.removeprefix("extern "), comment, [])
         else:
             entry = Entry(

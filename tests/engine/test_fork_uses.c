@@ -172,8 +172,8 @@ static void register_on_the_stack(void)
 	char ring[512];
 	int round;
 
-	snprintf(on_stack_text, sizeof(on_stack_text), "[%p, %p)", (void *)ring,
-		 (void *)(ring + sizeof(ring)));
+	snprintf(on_stack_text, sizeof(on_stack_text), "the %zu bytes registered at %p ",
+		 sizeof(ring), (void *)ring);
 	for (round = 0; round < 3; round++) {
 		errno = 77;
 		CHECK(ibv_dontfork_range(ring, sizeof(ring)) == 0);

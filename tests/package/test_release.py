@@ -24,6 +24,11 @@ CHANGELOG = """
 
 - The first.
 """
+HEADER = """
+#define RDMAFORK_VERSION_MAJOR 0
+#define RDMAFORK_VERSION_MINOR 10
+#define RDMAFORK_VERSION_PATCH 0
+"""
 # As setuptools-scm: by the tag of the commit.
 MAKEFILE = """
 wheel:
@@ -52,6 +57,8 @@ def project(tmp_path):
     run.commit("Makefile", MAKEFILE)
     run.git("tag", "v0.9.0")
     run.commit(".gitignore", "/dist/\n/build/\n")
+    run.commit("csrc/rdmafork.h", HEADER)
+    run.commit("rdmafork/pkgconfig/rdmafork.pc", "Name: rdmafork\nVersion: 0.10.0\n")
     run.commit("CHANGELOG.md", CHANGELOG)
     return run
 
@@ -72,6 +79,7 @@ class Project:
         assert done.returncode == 0, done.stderr
 
     def commit(self, name, text):
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (self.folder / name).write_text(text)
         self.git("add", "-A")
         self.git("commit", "-qm", name)
@@ -81,7 +89,7 @@ class Project:
         done = self.run(".ci/release-check", version)
         wrong = re.findall(r"^FAILED  (.*)$", done.stdout, re.M)
         assert done.returncode == bool(wrong), done.stdout + done.stderr
-        assert len(re.findall(r"^ok  ", done.stdout, re.M)) + len(wrong) == 8
+        assert len(re.findall(r"^ok  ", done.stdout, re.M)) + len(wrong) == 10
         assert ("git push origin v0.10.0" in done.stdout) == (not wrong)
         return wrong
 
@@ -125,6 +133,12 @@ def test_a_changelog_that_is_not_ready_is_found(project, line, instead, found):
     text = CHANGELOG.replace(line, instead)
     project.commit("CHANGELOG.md", text.replace("### Added\n\n\n", ""))
     assert project.check() == [found]
+
+
+def test_a_header_of_another_version_is_found(project):
+    project.commit("csrc/rdmafork.h", HEADER.replace("PATCH 0", "PATCH 1"))
+    project.commit("rdmafork/pkgconfig/rdmafork.pc", "Version: 0.9.0\n")
+    assert project.check() == ["rdmafork.h has it", "rdmafork.pc has it"]
 
 
 def test_what_cannot_be_built_is_found_with_the_reason(project):

@@ -228,7 +228,9 @@ def _cost(pinned: int, mappings: list[Mapping], registered: int | None = None) -
         text = "all pinned pages are marked or shared" if pinned else "no page is pinned"
         return ok(what, f"copies little or nothing: {text}")
     if not rdmafork.kernel_info().copy_on_fork_trusted:
-        return problem(what, f"may make the device lose {pages}, once either process writes there", cure)
+        return problem(
+            what, f"may make the device lose {pages}, once either process writes there", cure
+        )
     text = f"copies {pages}, which takes 0.3 s for each GiB or more, and as much memory again"
     return warning(what, text, cure) if much else ok(what, text)
 

@@ -509,7 +509,9 @@ def test_another_process_is_looked_at(process, registered):
     assert (absent in found["marked pages"].evidence) == registered
     # As the report of rdmafork exec has it: pinned, and by no registration here.
     elsewhere = "32 MiB" if registered else "64 MiB"
-    expect(found["cost of a fork()"]._asdict(), "warning", f"copies up to {elsewhere}", "libibverbs")
+    expect(
+        found["cost of a fork()"]._asdict(), "warning", f"copies up to {elsewhere}", "libibverbs"
+    )
     assert "librdmafork.so" in found["libraries"].evidence
     with open(f"/proc/{pid}/maps") as maps:
         assert found["mappings"].evidence.startswith(f"{sum(1 for _ in maps):,}, ")

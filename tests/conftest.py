@@ -592,6 +592,17 @@ _POOL = Path("/proc/sys/vm/nr_hugepages")
 _POOL_LOCK = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
 
 
+def wait_for_lock(file, patience=120):
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                pytest.skip(f"another process has kept {file.name} for {patience} s")
+            time.sleep(0.05)
+
+
 @contextlib.contextmanager
 def huge_page_pool(npages):
     """A pool with npages free 2 MiB pages more than are in use; as it was afterwards."""
@@ -599,22 +610,17 @@ def huge_page_pool(npages):
         pytest.skip("the default huge page size is not 2 MiB")
     # Tests of other processes want to know too how many pages are free.
     with _POOL_LOCK.open() as lock:
-        patience = time.monotonic() + 120
-        while True:
+        wait_for_lock(lock)
+        # A demo's pages are gone when it ends, and are not to be put back then.
+        with _POOL.open() as of_demos:
+            wait_for_lock(of_demos)
+            before = _POOL.read_text()
+            # Pages of a process that is just ending are free and no longer of the pool.
+            in_use = max(int(before) - free_huge_pages(), 0)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > patience:
-                    pytest.skip("another test run has had the huge page pool for two minutes")
-                time.sleep(0.05)
-        before = _POOL.read_text()
-        # Pages of a process that is just ending are free and no longer of the pool.
-        in_use = max(int(before) - free_huge_pages(), 0)
-        try:
-            _POOL.write_text(str(in_use + npages))
-        except OSError as error:
-            pytest.skip(f"huge pages cannot be reserved: {error}")
+                _POOL.write_text(str(in_use + npages))
+            except OSError as error:
+                pytest.skip(f"huge pages cannot be reserved: {error}")
         try:
             if free_huge_pages() < npages:
                 pytest.skip(f"only {free_huge_pages()} of {npages} huge pages can be reserved")

@@ -57,8 +57,8 @@ the workers of Python's multiprocessing do, writes none.
 Under a launcher, put rdmafork exec before the program, as above. Put before the
 launcher it knows no rank, and all processes write into one file.
 
-What is pinned without calls of a libibverbs.so is not protected: by a libibverbs
-that is linked statically, or by io_uring. The report tells how much that is.
+Memory pinned without calls of a libibverbs.so is not protected: pinned by a
+libibverbs that is linked statically, or by io_uring. The report tells how much.
 
 It refuses programs into which no library can be preloaded: static, set-uid and
 set-gid programs, those with file capabilities, and those for another processor

@@ -28,9 +28,9 @@ columns:
   forks      calls of fork() through libc
   in fork()  the longest time that rdmafork's fork handlers took in one fork()
   marked     bytes that children did not inherit, and that were not copied
-  unmarked   bytes that the kernel has to copy, registered or pinned without a call
-             of libibverbs: slow, and safe only if its copying can be trusted, see
-             `rdmafork doctor`
+  unmarked   bytes that the kernel has to copy, registered or pinned without
+             a call of libibverbs: slow, and safe only if its copying can be
+             trusted, see `rdmafork doctor`
 
 A process that ended by a signal or by _exit(), as dash and the workers of
 Python's multiprocessing do, wrote no report.

@@ -603,7 +603,7 @@ def test_what_a_fork_would_cost(monkeypatch, pinned, mappings, status, words):
             "warning",
             "copies up to 20 MiB pinned",
         ),
-        (100, 60, [mapping(60, "dc"), mapping(40, shared=True)], "ok", "is marked or shared"),
+        (100, 60, [mapping(60, "dc"), mapping(40, shared=True)], "ok", "are marked or shared"),
     ],
 )
 def test_what_a_fork_would_cost_where_the_engine_runs(

@@ -120,7 +120,7 @@ def test_what_is_pinned_without_calls_that_arrive_here_is_told(tmp_path, capsys,
     trusted = rdmafork.kernel_info().copy_on_fork_trusted and not env
     does = "fork() copies what of it is private" if trusted else "fork() may lose what of it"
     assert "256 KiB pinned by something that does not call libibverbs" in shown
-    assert does in shown and "0 bytes left to the kernel's copying" not in shown
+    assert does in shown and "0 bytes unmarked, so copied by the kernel" not in shown
 
 
 # It ends with its pages still pinned, and perhaps with 40,000 characters of groups.
@@ -184,7 +184,7 @@ def test_what_is_pinned_and_registered_is_not(tmp_path, capsys, registered, env)
     found, _, status = report_of(tmp_path, PINNING, registered, 2, env=env)
     assert found["pinned_elsewhere"] == {"max": 0, "forks": 0}
     assert status == 0
-    assert "0 bytes left to the kernel's copying" in " ".join(capsys.readouterr().out.split())
+    assert "0 bytes unmarked, so copied by the kernel" in " ".join(capsys.readouterr().out.split())
 
 
 def test_ranks_are_merged_into_one_table(tmp_path, capsys):

@@ -150,7 +150,7 @@ def test_what_is_pinned_elsewhere_is_to_be_looked_at(report, changed, told):
 def test_what_a_library_pins_that_is_not_served_is_told_of_that_library(report):
     refused = [{"path": LIBRARY, "how": "refused", "why": "its calls are bound inside"}]
     _, lines, _ = report([line(0, libraries=refused, pinned_elsewhere={"max": 9, "forks": 1})])
-    assert "is not served" in " ".join(lines) and "pinned by something" not in " ".join(lines)
+    assert "is not intercepted" in " ".join(lines) and "pinned by something" not in " ".join(lines)
 
 
 def test_who_forked_is_added_up_over_all(report):

@@ -483,7 +483,7 @@ def test_a_report_is_not_written_through_a_link(tmp_path, kind):
     refused = subprocess.run(
         [COMMAND, "exec", "--report", report, "--", "true"], capture_output=True, text=True
     )
-    assert refused.returncode == 125 and "it is a link" in " ".join(refused.stderr.split())
+    assert refused.returncode == 125 and "it is a symbolic link" in " ".join(refused.stderr.split())
     report.unlink()
     assert run() == (0, "", "") and '"pid"' in report.read_text()
     # Those of /dev are the way to say: here.

@@ -179,6 +179,9 @@ $(PAGES): pyproject.toml | $(BUILT)
 	@touch $@
 
 # All anew, as what the pages show is of the whole tree. What needs no network is all there is.
+sentences: build	## all that a user can be told, to be read in one go
+	@$(BIN)/python tests/tools/sentences.py
+
 docs: $(BUILT) $(PAGES)	## the documentation, in build/docs/html; a warning is an error
 	@$(BIN)/python -m rdmafork.benchmarks $(RESULTS)/*.json build/figures >/dev/null
 	@$(BIN)/sphinx-build -q -E -W -n --keep-going -d build/docs/doctrees docs build/docs/html

@@ -94,7 +94,7 @@ def private_nbytes() -> int:
 
 
 def fork() -> tuple[int, int]:
-    """(nanoseconds in fork(), bytes the child has for itself)"""
+    """(nanoseconds in fork(), bytes copied for the child)"""
     reading, writing = os.pipe()
     before = perf_counter_ns()
     child = os.fork()

@@ -6,8 +6,8 @@ The programs fork with 128 MiB registered: one through pyverbs; one that takes l
 by dlvsym() and calls its ibv_fork_init() first, as NCCL does. Those of perftest and UCX, where they
 are installed, have a library preloaded that forks in them, with as much registered as they do.
 Where there is no device: a program that makes the calls libibverbs makes, with io_uring's pins. The
-peers: alone, and the same under exec (the floor). How long fork() takes in the parent, what its
-child has for itself, and whether the registered pages stay where they are, which only root can see.
+peers: alone, and the same under exec (the floor). How long fork() takes in the parent, how much is
+copied for its child, and whether the registered pages stay where they are, which only root can see.
 `make bench-vm` measures all of this with a soft-RoCE device in a virtual machine.
 """
 

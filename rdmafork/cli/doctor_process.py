@@ -51,7 +51,7 @@ class Mapping(NamedTuple):
 
 
 class Process:
-    """Process pid of /proc. OSError: there is none, or this one may not look."""
+    """Process pid of /proc. OSError: there is none, or permission is denied."""
 
     def __init__(self, pid: int):
         self.pid = pid

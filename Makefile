@@ -27,7 +27,7 @@ HOURS ?= 1
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-.PHONY: help demo build install check test mutants test-vm tried-with test-wheel test-pythons test-freethreaded \
+.PHONY: help demo build install check test sentences mutants test-vm tried-with test-wheel test-pythons test-freethreaded \
 	test-bare ctest asan tsan fuzz asan-python coverage soak soak-vm bench bench-vm bench-check docs \
 	wheel release-check lint lint-c format clean
 .DELETE_ON_ERROR:
@@ -178,10 +178,10 @@ $(PAGES): pyproject.toml | $(BUILT)
 	@$(INSTALL) 'rdmafork[bench,docs]'
 	@touch $@
 
-# All anew, as what the pages show is of the whole tree. What needs no network is all there is.
 sentences: build	## all that a user can be told, to be read in one go
 	@$(BIN)/python tests/tools/sentences.py
 
+# All anew, as what the pages show is of the whole tree. What needs no network is all there is.
 docs: $(BUILT) $(PAGES)	## the documentation, in build/docs/html; a warning is an error
 	@$(BIN)/python -m rdmafork.benchmarks $(RESULTS)/*.json build/figures >/dev/null
 	@$(BIN)/sphinx-build -q -E -W -n --keep-going -d build/docs/doctrees docs build/docs/html

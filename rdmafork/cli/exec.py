@@ -110,6 +110,10 @@ def run(args: argparse.Namespace) -> int:
         path = check(command, environ)
     except Refused as refused:
         return _fail(rank, str(refused), refused.status)
+    if rank is None and os.path.basename(command[0]) in launchers.PROGRAMS:
+        name = os.path.basename(command[0])
+        text = f"{name} launches other processes; put rdmafork exec behind it, before the program:"
+        _say(rank, f"{text} here it knows no rank, and all of them write into one report")
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
@@ -122,9 +126,13 @@ def run(args: argparse.Namespace) -> int:
         return _fail(rank, f"{path}: {error.strerror}", status)
 
 
-def _fail(rank: launchers.Rank | None, text: str, status: int) -> int:
+def _say(rank: launchers.Rank | None, text: str) -> None:
     for line in terminal.wrap(f"rdmafork exec: {terminal.printable(text)}"):
         print(f"{launchers.prefix(rank)}{line}", file=sys.stderr)
+
+
+def _fail(rank: launchers.Rank | None, text: str, status: int) -> int:
+    _say(rank, text)
     return status
 
 
@@ -145,6 +153,9 @@ def _environment(args: argparse.Namespace, rank: launchers.Rank | None) -> dict[
         environ["RDMAFORK_KEEP_DEVICES"] = "1"
     if rank:
         environ["RDMAFORK_RANK"] = str(rank.rank)
+    if rank and rank.launcher == "Open MPI":
+        # It would warn of what is safe here.
+        environ.setdefault("OMPI_MCA_mpi_warn_on_fork", "0")
     if not rdmafork.kernel_info().copy_on_fork_trusted:
         # A libibverbs that cannot be intercepted then protects by itself. Not where copying is
         # trusted: there libfabric's EFA would abort for nothing.

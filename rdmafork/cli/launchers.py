@@ -33,6 +33,12 @@ _LAUNCHERS = (
 )
 
 
+# What launches ranks.
+PROGRAMS = frozenset(
+    ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "srun", "torchrun")
+)
+
+
 def launched(environ: Mapping[str, str] = os.environ) -> Rank | None:
     """The rank of this process, None where nothing launched it as one of many."""
     for launcher, rank_name, size_names, witness in _LAUNCHERS:

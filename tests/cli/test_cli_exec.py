@@ -76,6 +76,29 @@ def test_the_program_sees_nothing_but_what_it_is_promised():
     assert under == without
 
 
+def test_before_a_launcher_it_says_where_it_belongs(tmp_path):
+    launcher = tmp_path / "mpirun"
+    launcher.write_text("#!/bin/sh\necho launched\n")
+    launcher.chmod(0o755)
+    done = execute("--", str(launcher))
+    assert (done.returncode, done.stdout) == (0, "launched\n")
+    said = " ".join(done.stderr.split())
+    assert said.startswith(
+        "rdmafork exec: mpirun launches other processes; put rdmafork exec behind"
+    )
+    # As a rank of another launcher it is where it belongs.
+    rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    assert not execute("--", str(launcher), env=rank).stderr
+
+
+def test_a_rank_of_open_mpi_does_not_warn_of_forks():
+    rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    assert seen(env=rank)["environ"]["OMPI_MCA_mpi_warn_on_fork"] == "0"
+    asked = rank | {"OMPI_MCA_mpi_warn_on_fork": "1"}
+    assert seen(env=asked)["environ"]["OMPI_MCA_mpi_warn_on_fork"] == "1"
+    assert "OMPI_MCA_mpi_warn_on_fork" not in seen()["environ"]
+
+
 def test_its_argv_is_left_as_it_is():
     arguments = ["--", "--mode", "x", "-h", "", "--report=y", "a b", "--version", "\udcff"]
     program = [sys.executable, "-c", "import sys; print(ascii(sys.argv))"]

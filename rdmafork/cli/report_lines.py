@@ -137,7 +137,7 @@ def _part(line: dict[str, Any], name: str, part: str) -> int:
 
 
 def _pinned_elsewhere(line: dict[str, Any]) -> int:
-    """Bytes pinned without a call that arrived; 0 where a library is known not to be intercepted."""
+    """Bytes pinned without a call that arrived; 0 where a library is known to be the reason."""
     refused = any(library["how"] == "refused" for library in line.get("libraries") or ())
     known = refused or line.get("pinned_elsewhere") is None
     return 0 if known else _part(line, "pinned_elsewhere", "max")

@@ -43,5 +43,6 @@ def test_the_benchmark_counts_what_each_way_asks_of_the_kernel(found):
     calls = {row["peer"]: row["system_calls"] for row in found["rows"] if "system_calls" in row}
     bare = calls[benchmark.FLOOR]
     assert bare >= 2
-    assert calls["rdmafork eager"] == bare + (3 if marks_stay() else 2)
+    ours = bare + (3 if marks_stay() else 2)
+    assert calls["rdmafork eager"] == pytest.approx(ours, abs=0.1)
     assert calls.get("rdmafork lazy", bare) == bare

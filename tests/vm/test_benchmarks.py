@@ -45,4 +45,4 @@ def test_the_benchmark_counts_what_each_way_asks_of_the_kernel(found):
     assert bare >= 2
     ours = bare + (3 if marks_stay() else 2)
     assert calls["rdmafork eager"] == pytest.approx(ours, abs=0.1)
-    assert calls.get("rdmafork lazy", bare) == bare
+    assert calls.get("rdmafork lazy", bare) == pytest.approx(bare, abs=0.1)

@@ -104,7 +104,7 @@ enum rf_child_of {
 	RF_CHILD_AS_PREPARED,	/* nothing was released since: each area is absent yet */
 };
 
-/* What is refused is absent; the first of it is noted. */
+/* An area that the kernel refuses to map is absent; the first one is in @list->refused. */
 void rf_child_list_apply(struct rf_child_list *list, enum rf_child_of how);
 
 /* No fork is under way: give back the memory of many saved bytes. */

@@ -18,11 +18,6 @@ static bool is_marked_and_not_stuck(const struct rf_range *range)
 	return range->mark && !(range->flags & RF_RANGE_STUCK);
 }
 
-static bool is_unmarked(const struct rf_range *range)
-{
-	return !range->mark;
-}
-
 /* Unmarked parts of @run may bear a mark now: madvise() advises part of a range, then refuses. */
 static void clear_partly_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark)
 {
@@ -30,7 +25,8 @@ static void clear_partly_set(struct rf_tracker *tracker, const struct rf_run *ru
 	struct rf_run part;
 	uintptr_t at;
 
-	for (at = run->start; rf_tracker_next_run(tracker, at, run->end, is_unmarked, &part);
+	for (at = run->start;
+	     rf_tracker_next_run(tracker, at, run->end, rf_range_is_unmarked, &part);
 	     at = part.end) {
 		part.mark = mark;
 		rf_ranges_change(&tracker->ranges, part.start, part.end, &maybe);

@@ -80,8 +80,9 @@ static bool is_fresh_but_shared(const struct rf_range *range)
 }
 
 /*
- * Would a mark on pages that bear none stay for good? Shared memory must not get one, so it is
- * asked what is mapped. One madvise() that changes nothing tells that of most memory.
+ * Would a mark on these pages, which bear none, stay for good? Then the caller asks what is
+ * mapped first, as shared memory must not get one. MADV_DOFORK changes nothing here, and succeeds
+ * on memory that can be unmarked.
  */
 static inline bool may_stay_marked(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
@@ -89,16 +90,12 @@ static inline bool may_stay_marked(struct rf_tracker *tracker, uintptr_t start, 
 	       rf_marks_call(tracker, start, end, MADV_DOFORK) < 0;
 }
 
-static bool is_unmarked(const struct rf_range *range)
-{
-	return !range->mark;
-}
-
 static bool some_may_stay_marked(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
 	struct rf_run run;
 
-	for (; rf_tracker_next_run(tracker, start, end, is_unmarked, &run); start = run.end)
+	for (; rf_tracker_next_run(tracker, start, end, rf_range_is_unmarked, &run);
+	     start = run.end)
 		if (may_stay_marked(tracker, run.start, run.end))
 			return true;
 	return false;

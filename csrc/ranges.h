@@ -258,6 +258,11 @@ static inline bool rf_range_wants_mark(const struct rf_range *range)
 	return range->nature != RF_NATURE_SHARED && rf_range_is_counted(range);
 }
 
+static inline bool rf_range_is_unmarked(const struct rf_range *range)
+{
+	return !range->mark;
+}
+
 /* Which mark serves it best. Any mark keeps its pages where they are. */
 static inline enum rf_mark rf_range_best_mark(const struct rf_range *range)
 {

@@ -23,7 +23,7 @@ static struct {
 	pid_t opener;		/* who forked with a device open; 0: nobody, or it was told */
 	uint64_t handler_ns, handler_max_ns;
 	uint64_t absent_bytes, absent_last_bytes;
-	/* Pinned beyond what is registered here: the most there was, and forks that found some. */
+	/* Bytes pinned beyond those registered here: the most at one time; forks with some. */
 	uint64_t elsewhere_max_bytes, elsewhere_forks;
 	bool unread;		/* the kernel could not be asked */
 	bool device_unserved;	/* a device is open, and no libibverbs was found */
@@ -124,7 +124,7 @@ static void tell_of_device(pid_t opener)
 	report.inherited[json.used - 1] = '\0';
 }
 
-/* Some commands are lost in /dev/null without an error. Who cleans up registers nothing. */
+/* A child that only cleans up registers nothing, so it is not told. */
 void rf_exit_report_registers(void)
 {
 	pid_t opener;

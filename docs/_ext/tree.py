@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import named_tests
 from docutils import nodes
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -30,12 +31,10 @@ class NotThere(Exception):
 def place(name: str) -> tuple[str, int]:
     """(path, line) of a test."""
     file, _, function = name.partition("::")
-    name = f"{file}{'.c' if file.startswith(('engine/', 'fuzz/')) else '.py'}"
-    # The folder may be left out where only one has a file of that name.
-    found = [p for p in (ROOT / "tests").rglob(name) if "/" in name or p.parent.name != "vm"]
-    if len(found) != 1:
-        raise NotThere(f"tests/ has {len(found)} files {name}")
-    path = str(found[0].relative_to(ROOT))
+    try:
+        path = str(named_tests.file_of(file).relative_to(ROOT))
+    except LookupError as error:
+        raise NotThere(str(error)) from None
     if not function:
         return path, 1
     function = function.partition("[")[0]

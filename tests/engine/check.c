@@ -476,6 +476,15 @@ void check_give_back_vmas(void)
 	CHECK(!munmap(hoard, hoard_bytes));
 }
 
+static void install_filter(struct sock_filter *filters, unsigned short count)
+{
+	const struct sock_fprog program = { count, filters };
+
+	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) ||
+	    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
+		check_skip("no seccomp filter: %s", strerror(errno));
+}
+
 void check_refuse(unsigned int call, int error)
 {
 	struct sock_filter filters[] = {
@@ -484,11 +493,8 @@ void check_refuse(unsigned int call, int error)
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (unsigned int)error),
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
 	};
-	const struct sock_fprog program = { COUNT_OF(filters), filters };
 
-	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) ||
-	    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
-		check_skip("no seccomp filter: %s", strerror(errno));
+	install_filter(filters, COUNT_OF(filters));
 }
 
 void check_refuse_advice(int advice, int error)
@@ -501,11 +507,8 @@ void check_refuse_advice(int advice, int error)
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (unsigned int)error),
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
 	};
-	const struct sock_fprog program = { COUNT_OF(filters), filters };
 
-	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) ||
-	    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
-		check_skip("no seccomp filter: %s", strerror(errno));
+	install_filter(filters, COUNT_OF(filters));
 }
 
 /* ---- The engine ---- */

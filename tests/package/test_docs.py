@@ -14,6 +14,7 @@ import rdmafork
 from rdmafork._results import fields
 
 SNIPPETS = snippets.all_snippets()
+file_of = runpy.run_path(str(ROOT / "docs/_ext/named_tests.py"))["file_of"]
 # What shows something and executes nothing; the others of MyST do not occur.
 SHOWN = re.compile(
     r"(text)?$|\{(eval-rst|toctree|figure|drawing|(literal)?include|(list-)?table)\}"
@@ -51,14 +52,6 @@ def test_no_block_is_passed_over():
 def test_what_it_prints_is_looked_at():
     assert snippets.lines_that_match("a 17 b\n", "a ... b\n")
     assert not snippets.lines_that_match("a 17 c\n", "a ... b\n")
-
-
-def file_of(name):
-    """The folder may be left out where only one has a file of that name: see docs/_ext/tree.py."""
-    name += ".c" if name.startswith("engine/") else ".py"
-    found = [p for p in (ROOT / "tests").rglob(name) if "/" in name or p.parent.name != "vm"]
-    assert len(found) == 1, f"tests/ has {len(found)} files {name}"
-    return found[0]
 
 
 @each_page

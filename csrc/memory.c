@@ -4,7 +4,7 @@
 #include <errno.h>
 
 /* Doubled from here, so that the mapped size is a multiple of every page size. */
-#define FIRST_BYTES (64u * 1024)
+#define FIRST_BYTES (128u * 1024)
 
 int rf_memory_grow(struct rf_memory *memory, uint32_t count)
 {

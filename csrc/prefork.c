@@ -145,17 +145,23 @@ static void count_listed(struct rf_tracker *tracker, struct rf_registry *registr
 }
 
 /*
- * From the end of the list: those that wait have come last. They stay listed: no madvise()
- * has told of a huge page that they are part of.
+ * Those that wait have come last, and are counted in their order: what lies in one that is
+ * counted already takes the least time. They stay listed: no madvise() has told of a huge page
+ * that they are part of.
  */
 void rf_prefork_count_all_waiting(struct rf_tracker *tracker, struct rf_registry *registry)
 {
 	const struct rf_extent none = { .start = 0 };
-	uint32_t index = registry->last_listed;
+	uint32_t index = RF_SLOT_NONE, left = registry->waiting;
 	struct rf_extent extent;
 	struct rf_slot *slot;
 
-	for (; registry->waiting; index = slot->prev) {
+	while (left) {
+		index = index == RF_SLOT_NONE ? registry->last_listed : slot->prev;
+		slot = rf_registry_slot(registry, index);
+		left -= !(slot->flags & RF_SLOT_COUNTED);
+	}
+	for (; registry->waiting; index = slot->next) {
 		slot = rf_registry_slot(registry, index);
 		if (slot->flags & RF_SLOT_COUNTED)
 			continue;

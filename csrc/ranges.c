@@ -58,30 +58,57 @@ static inline struct rf_leaf_entry *directory_of(const struct rf_ranges *ranges)
 	return ranges->directory.items;
 }
 
-/* As it lies there: what waits in it is not in its ranges. */
-static inline struct rf_leaf *raw_leaf_at(const struct rf_ranges *ranges, uint32_t entry)
+/* Those at and after it in the directory are of its group, up to the next such leaf. */
+static inline struct rf_leaf *group_at(const struct rf_ranges *ranges, uint32_t entry)
 {
-	return (struct rf_leaf *)ranges->leaves.items + directory_of(ranges)[entry].leaf;
+	return rf_ranges_leaf(ranges, entry - entry % RF_GROUP);
 }
 
-void rf_leaf_settle(struct rf_leaf *leaf)
+static inline void count_sum(struct rf_sum *sum, uint32_t finds, int32_t count)
+{
+	sum->more[finds] += count;
+	sum->least += (uint32_t)count;
+	sum->lazy = true;
+}
+
+static void settle_group(const struct rf_ranges *ranges, uint32_t entry)
+{
+	const uint32_t first = entry - entry % RF_GROUP;
+	struct rf_sum *group = &group_at(ranges, entry)->group;
+	uint32_t i, finds;
+
+	for (i = first; i < first + RF_GROUP; i++)
+		for (finds = 0; finds < RF_FINDS; finds++)
+			count_sum(&rf_ranges_leaf(ranges, i)->sum, finds, group->more[finds]);
+	memset(group->more, 0, sizeof(group->more));
+	group->lazy = false;
+}
+
+static void settle_leaf(struct rf_leaf *leaf)
 {
 	uint32_t i, finds;
 
 	for (i = 0; i < leaf->used; i++)
 		for (finds = 0; finds < RF_FINDS; finds++)
-			leaf->ranges[i].counts[finds] += (uint32_t)leaf->more[finds];
-	memset(leaf->more, 0, sizeof(leaf->more));
-	leaf->lazy = false;
+			leaf->ranges[i].counts[finds] += (uint32_t)leaf->sum.more[finds];
+	memset(leaf->sum.more, 0, sizeof(leaf->sum.more));
+	leaf->sum.lazy = false;
+}
+
+void rf_ranges_settle(const struct rf_ranges *ranges, uint32_t entry)
+{
+	struct rf_leaf *leaf = rf_ranges_leaf(ranges, entry);
+
+	if (rf_unlikely(group_at(ranges, entry)->group.lazy))
+		settle_group(ranges, entry);
+	if (rf_unlikely(leaf->sum.lazy))
+		settle_leaf(leaf);
 }
 
 static inline struct rf_leaf *leaf_at(const struct rf_ranges *ranges, uint32_t entry)
 {
-	struct rf_leaf *leaf = raw_leaf_at(ranges, entry);
-
-	if (rf_unlikely(leaf->lazy))
-		rf_leaf_settle(leaf);
-	return leaf;
+	rf_ranges_settle(ranges, entry);
+	return rf_ranges_leaf(ranges, entry);
 }
 
 struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address)
@@ -102,7 +129,7 @@ struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t addres
 			high = middle;
 	}
 	cursor.entry = low;
-	leaf = raw_leaf_at(ranges, low);
+	leaf = rf_ranges_leaf(ranges, low);
 	low = 0;
 	high = leaf->used;
 	while (low < high) {
@@ -123,7 +150,7 @@ struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t addres
 const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor)
 {
 	cursor->item++;
-	if (cursor->item >= raw_leaf_at(ranges, cursor->entry)->used &&
+	if (cursor->item >= rf_ranges_leaf(ranges, cursor->entry)->used &&
 	    cursor->entry + 1 < ranges->leaf_count) {
 		cursor->entry++;
 		cursor->item = 0;
@@ -149,6 +176,23 @@ static inline bool is_alike(const struct rf_range *left, const struct rf_range *
 	       !memcmp((const char *)left + at, (const char *)right + at, sizeof(*left) - at);
 }
 
+/* The leaf at @entry changes. */
+static inline void forget(struct rf_ranges *ranges, uint32_t entry)
+{
+	rf_ranges_leaf(ranges, entry)->sum.known = false;
+	group_at(ranges, entry)->group.known = false;
+}
+
+/* From @entry on another leaf will be first in each group. */
+static void forget_groups(struct rf_ranges *ranges, uint32_t entry)
+{
+	for (entry -= entry % RF_GROUP; entry < ranges->leaf_count; entry += RF_GROUP) {
+		if (group_at(ranges, entry)->group.lazy)
+			settle_group(ranges, entry);
+		group_at(ranges, entry)->group.known = false;
+	}
+}
+
 /* An empty leaf at @entry of the directory, for what begins at @first. */
 static void leaf_insert(struct rf_ranges *ranges, uint32_t entry, uintptr_t first)
 {
@@ -163,6 +207,7 @@ static void leaf_insert(struct rf_ranges *ranges, uint32_t entry, uintptr_t firs
 		RF_ASSERT(index < ranges->leaves.capacity);
 	}
 	memset(&leaves[index], 0, offsetof(struct rf_leaf, ranges));
+	forget_groups(ranges, entry);
 	RF_ASSERT(ranges->leaf_count < ranges->directory.capacity);
 	memmove(directory + entry + 1, directory + entry,
 		(ranges->leaf_count - entry) * sizeof(*directory));
@@ -175,6 +220,7 @@ static void leaf_remove(struct rf_ranges *ranges, uint32_t entry)
 {
 	struct rf_leaf_entry *directory = directory_of(ranges);
 
+	forget_groups(ranges, entry);
 	leaf_at(ranges, entry)->next_free = ranges->free_leaf;
 	ranges->free_leaf = directory[entry].leaf + 1;
 	ranges->leaf_count--;
@@ -202,7 +248,7 @@ static void leaf_join(struct rf_ranges *ranges, uint32_t entry)
 	memcpy(left->ranges + left->used, right->ranges + skipped,
 	       (right->used - skipped) * sizeof(*right->ranges));
 	left->used += right->used - skipped;
-	left->known = false;
+	forget(ranges, entry);
 	leaf_remove(ranges, entry + 1);
 }
 
@@ -244,7 +290,7 @@ static void make_room(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr
 	right->used = left->used - keep;
 	memcpy(right->ranges, left->ranges + keep, right->used * sizeof(*right->ranges));
 	left->used = keep;
-	left->known = false;
+	forget(ranges, cursor.entry);
 }
 
 /* ---- Whole leaves ---- */
@@ -257,61 +303,125 @@ static bool is_even(const struct rf_range *range)
 	       (range->mark || range->flags & RF_RANGE_DUE);
 }
 
-static void learn(struct rf_leaf *leaf)
+static void learn_leaf(struct rf_leaf *leaf)
 {
+	struct rf_sum *sum = &leaf->sum;
 	uint32_t i;
 
-	if (leaf->lazy)
-		rf_leaf_settle(leaf);
-	leaf->known = leaf->even = leaf->marked = true;
-	leaf->least = UINT32_MAX;
+	sum->known = sum->marked = true;
+	sum->even = leaf->used > 0;
+	sum->least = UINT32_MAX;
 	for (i = 0; i < leaf->used; i++) {
 		const struct rf_range *range = &leaf->ranges[i];
 		const uint64_t count = rf_range_count(range);
 
-		leaf->least = count < leaf->least ? (uint32_t)count : leaf->least;
-		leaf->marked &= range->mark == RF_MARK_DONTFORK;
-		leaf->even &= is_even(range) && (!i || range[-1].end == range->start);
+		sum->least = count < sum->least ? (uint32_t)count : sum->least;
+		sum->marked &= range->mark == RF_MARK_DONTFORK;
+		sum->even &= is_even(range) && (!i || range[-1].end == range->start);
+		sum->end = range->end;
 	}
-	leaf->even &= leaf->used > 0;
 }
 
-/* Does it lie in [start, end), whose @end that is, and would what is done there be the same? */
-static bool is_even_leaf(struct rf_leaf *leaf, uintptr_t end)
+/* Of a leaf whose group has nothing waiting for it. */
+static struct rf_sum *leaf_sum(const struct rf_ranges *ranges, uint32_t entry)
 {
-	if (!leaf->used || leaf->ranges[leaf->used - 1].end > end)
-		return false;
-	if (!leaf->known)
-		learn(leaf);
-	return leaf->even;
+	struct rf_leaf *leaf = rf_ranges_leaf(ranges, entry);
+
+	if (!leaf->sum.known) {
+		if (leaf->sum.lazy)
+			settle_leaf(leaf);
+		learn_leaf(leaf);
+	}
+	return &leaf->sum;
 }
 
-uintptr_t rf_ranges_skip_leaf(const struct rf_ranges *ranges, struct rf_cursor *cursor,
-			      uintptr_t end, uint32_t least)
+static void learn_group(const struct rf_ranges *ranges, uint32_t entry)
 {
-	struct rf_leaf *leaf = raw_leaf_at(ranges, cursor->entry);
+	struct rf_sum *group = &rf_ranges_leaf(ranges, entry)->group;
+	const struct rf_leaf_entry *directory = directory_of(ranges);
+	const uint32_t last = entry + RF_GROUP;
 
-	if (!is_even_leaf(leaf, end) || !leaf->marked || leaf->least < least)
-		return 0;
-	cursor->entry++;
-	return leaf->ranges[leaf->used - 1].end;
+	*group = (struct rf_sum){
+		.known = true,
+		.even = true,
+		.marked = true,
+		.least = UINT32_MAX,
+		.end = directory[entry].first,
+	};
+	for (; entry < last && group->even; entry++) {
+		const struct rf_sum *sum = leaf_sum(ranges, entry);
+
+		group->least = sum->least < group->least ? sum->least : group->least;
+		group->marked &= sum->marked;
+		group->even &= sum->even && directory[entry].first == group->end;
+		group->end = sum->end;
+	}
 }
 
-/* Count a leaf once more or less, where nothing else becomes of it. Its end; 0: not done. */
-static uintptr_t count_leaf(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t start,
-			    uintptr_t end, const struct rf_change *change)
+/*
+ * The sum of the group of leaves that begins at @entry, or else of that leaf; *@count is how
+ * many leaves it is of. They begin at @start, end at or before @end, come before @last in the
+ * directory, and are even. NULL: there is none.
+ */
+static inline struct rf_sum *even_sum(const struct rf_ranges *ranges, uint32_t entry,
+				      uint32_t last, uintptr_t start, uintptr_t end,
+				      uint32_t *count)
 {
-	struct rf_leaf *leaf = raw_leaf_at(ranges, cursor.entry);
+	struct rf_sum *sum;
 
-	if (cursor.item || !change->count || change->set & ~RF_RANGE_DUE ||
-	    leaf->ranges[0].start != start || !is_even_leaf(leaf, end))
-		return 0;
-	if (change->count < 0 ? leaf->least < 2 : change->remark && !leaf->marked)
-		return 0;
-	leaf->more[change->finds] += change->count;
-	leaf->least += (uint32_t)change->count;
-	leaf->lazy = true;
-	return leaf->ranges[leaf->used - 1].end;
+	if (entry >= last || directory_of(ranges)[entry].first != start)
+		return NULL;
+	if (!(entry % RF_GROUP) && entry + RF_GROUP <= last) {
+		sum = &rf_ranges_leaf(ranges, entry)->group;
+		if (!sum->known)
+			learn_group(ranges, entry);
+		if (sum->even && sum->end <= end) {
+			*count = RF_GROUP;
+			return sum;
+		}
+	}
+	if (group_at(ranges, entry)->group.lazy)
+		settle_group(ranges, entry);
+	sum = leaf_sum(ranges, entry);
+	*count = 1;
+	return sum->even && sum->end <= end ? sum : NULL;
+}
+
+uintptr_t rf_ranges_skip_leaves(const struct rf_ranges *ranges, struct rf_cursor *cursor,
+				uintptr_t end, uint32_t least)
+{
+	uintptr_t at = directory_of(ranges)[cursor->entry].first, stop = 0;
+	const struct rf_sum *sum;
+	uint32_t count;
+
+	for (; (sum = even_sum(ranges, cursor->entry, ranges->leaf_count - 1, at, end, &count));
+	     cursor->entry += count) {
+		if (!sum->marked || sum->least < least)
+			break;
+		stop = at = sum->end;
+	}
+	return stop;
+}
+
+/* Count whole leaves once more or less, where nothing else becomes of them. How far that is. */
+static uintptr_t count_leaves(struct rf_ranges *ranges, struct rf_cursor *cursor,
+			      uintptr_t start, uintptr_t end, const struct rf_change *change)
+{
+	struct rf_sum *sum;
+	uint32_t count;
+
+	if (cursor->item || !change->count || change->set & ~RF_RANGE_DUE)
+		return start;
+	for (; (sum = even_sum(ranges, cursor->entry, ranges->leaf_count, start, end, &count));
+	     cursor->entry += count) {
+		if (change->count < 0 ? sum->least < 2 : change->remark && !sum->marked)
+			break;
+		count_sum(sum, change->finds, change->count);
+		if (count == 1)
+			group_at(ranges, cursor->entry)->group.known = false;
+		start = sum->end;
+	}
+	return start;
 }
 
 /* ---- Changes ---- */
@@ -515,7 +625,7 @@ static inline void commit(struct rf_ranges *ranges, const struct step *step)
 	struct rf_range *at = leaf->ranges + item;
 	uint32_t i, more, after = leaf->used - item - step->replaced;
 
-	leaf->known = false;
+	forget(ranges, step->first.entry);
 	if (step->remarked)
 		count_marks(ranges, step);
 	more = step->count - step->replaced;
@@ -586,6 +696,37 @@ static inline uintptr_t plan(const struct rf_ranges *ranges, struct rf_cursor cu
 	return at;
 }
 
+/*
+ * Ranges that lie in [@start, @end) as a whole, and are as many afterwards. Not the last of
+ * them, which the one after it may join. Returns how far that is.
+ */
+static inline uintptr_t change_in_place(struct rf_ranges *ranges, struct rf_cursor *cursor,
+					uintptr_t start, uintptr_t end,
+					const struct rf_change *change)
+{
+	struct rf_leaf *leaf;
+	struct rf_range *range, piece;
+
+	leaf = leaf_at(ranges, cursor->entry);
+	range = leaf->ranges + cursor->item;
+	for (; cursor->item < leaf->used && range->start == start && range->end < end; range++) {
+		piece = *range;
+		change_piece(&piece, change);
+		if (piece.mark != range->mark || !(piece.mark || rf_range_is_counted(&piece)) ||
+		    (cursor->item && is_alike(range - 1, &piece)))
+			break;
+		*range = piece;
+		start = piece.end;
+		cursor->item++;
+		forget(ranges, cursor->entry);
+	}
+	if (cursor->item == leaf->used && cursor->entry + 1 < ranges->leaf_count) {
+		cursor->entry++;
+		cursor->item = 0;
+	}
+	return start;
+}
+
 static inline void count_mark(struct rf_ranges *ranges, const struct rf_range *range, int sign)
 {
 	if (!range->mark)
@@ -633,7 +774,7 @@ static inline bool change_alone(struct rf_ranges *ranges, struct rf_cursor curso
 		leaf->used--;
 		ranges->count--;
 	}
-	leaf->known = false;
+	forget(ranges, cursor.entry);
 	if (!cursor.item && leaf->used)
 		directory_of(ranges)[cursor.entry].first = leaf->ranges[0].start;
 	if (!more)
@@ -660,10 +801,11 @@ void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uint
 	if (rf_likely(change->count) && change_alone(ranges, cursor, start, end, change))
 		return;
 	while (start < end) {
-		stop = count_leaf(ranges, cursor, start, end, change);
-		if (stop) {
+		stop = count_leaves(ranges, &cursor, start, end, change);
+		if (stop == start)
+			stop = change_in_place(ranges, &cursor, start, end, change);
+		if (stop > start) {
 			start = stop;
-			cursor.entry++;
 			if (cursor.entry == ranges->leaf_count)
 				cursor = rf_ranges_seek(ranges, start);
 			continue;
@@ -683,15 +825,12 @@ void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uint
 	RF_ASSERT(ranges->count <= ranges->capacity);
 }
 
-static void check_known(const struct rf_leaf *leaf)
+static void check_sum(const struct rf_sum *sum, const struct rf_sum *anew)
 {
-	struct rf_leaf anew = *leaf;
-
-	if (!leaf->known)
-		return;
-	learn(&anew);
-	RF_ASSERT(leaf->even == anew.even && leaf->marked == anew.marked);
-	RF_ASSERT(!leaf->even || leaf->least == anew.least);
+	RF_ASSERT(sum->even == anew->even);
+	RF_ASSERT(!sum->even || (sum->marked == anew->marked && sum->least == anew->least &&
+				 sum->end == anew->end));
+	(void)sum, (void)anew;
 }
 
 static void check_leaves(const struct rf_ranges *ranges)
@@ -699,15 +838,31 @@ static void check_leaves(const struct rf_ranges *ranges)
 	uint32_t entry;
 
 	for (entry = 0; entry < ranges->leaf_count; entry++) {
-		const struct rf_leaf *leaf = leaf_at(ranges, entry);
+		struct rf_leaf *leaf = leaf_at(ranges, entry);
+		const struct rf_sum sum = leaf->sum;
 
 		RF_ASSERT(leaf->used || ranges->leaf_count == 1);
-		check_known(leaf);
+		learn_leaf(leaf);
+		if (sum.known)
+			check_sum(&sum, &leaf->sum);
 		if (leaf->used)
 			RF_ASSERT(directory_of(ranges)[entry].first == leaf->ranges[0].start);
 		RF_ASSERT(!entry ||
 			  leaf->used + leaf_at(ranges, entry - 1)->used >= RF_LEAF_RANGES / 2);
-		(void)leaf;
+	}
+}
+
+static void check_groups(const struct rf_ranges *ranges)
+{
+	uint32_t entry;
+
+	for (entry = 0; entry + RF_GROUP <= ranges->leaf_count; entry += RF_GROUP) {
+		struct rf_sum *group = &group_at(ranges, entry)->group;
+		const struct rf_sum sum = *group;
+
+		learn_group(ranges, entry);
+		if (sum.known)
+			check_sum(&sum, group);
 	}
 }
 
@@ -721,6 +876,7 @@ void rf_ranges_check(const struct rf_ranges *ranges)
 	uint8_t mark = RF_MARK_NONE;
 
 	check_leaves(ranges);
+	check_groups(ranges);
 	for (range = rf_ranges_at(ranges, cursor); range;
 	     before = range, range = rf_ranges_next(ranges, &cursor)) {
 		RF_ASSERT(range->start < range->end);

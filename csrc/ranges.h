@@ -12,7 +12,7 @@
  *	                |              |
  *	leaf       [range range ...]  [range ...]        binary search, memmove
  *
- * Two levels suffice: a million ranges are some 16 000 leaves, and a leaf is
+ * Two levels suffice: a million ranges are some 32 000 leaves, and a leaf is
  * split or joined once in dozens of changes.
  *
  * A registration counts each of its pages once, by what it wants a child to find
@@ -24,8 +24,8 @@
  *	a copy		registrations only touch it; or none does, as part of a huge page
  *
  * One function changes the list, rf_ranges_change(). Every other one reads it. A
- * registration over many ranges counts whole leaves in one step: what is the same for
- * each of its ranges waits in the leaf until one of them is read.
+ * registration over many ranges counts whole leaves in one step, and whole groups of
+ * leaves: what is the same for each of their ranges waits there until one of them is read.
  *
  * Invariants (rf_ranges_check):
  *  - ranges are half open, page aligned, not empty, sorted, disjoint;
@@ -95,19 +95,28 @@ struct rf_range {
 /* A mark is stuck that the kernel refuses to take back so often, but for want of mappings. */
 #define RF_RANGE_TRIES	8
 
-#define RF_LEAF_RANGES	63
-#define RF_LEAF_JOIN	47
+#define RF_LEAF_RANGES	31
+#define RF_LEAF_JOIN	23
+/* Leaves are grouped by their place in the directory. */
+#define RF_GROUP	16
 
 #define RF_RANGES_SPARE	64
+
+/* What some ranges have in common, and what each of them is to be counted more. */
+struct rf_sum {
+	int32_t more[RF_FINDS];
+	uint32_t least;		/* registrations of any page */
+	uintptr_t end;
+	bool even, marked;	/* they touch and are steady; all bear MADV_DONTFORK */
+	bool known;		/* all above but .more */
+	bool lazy;		/* .more is not zero */
+};
 
 struct rf_leaf {
 	uint32_t used;
 	uint32_t next_free;
-	int32_t more[RF_FINDS];	/* to be added to the counts of each range */
-	uint32_t least;		/* registrations of any page; where .known */
-	bool known;		/* the next two, and .least */
-	bool even, marked;	/* its ranges touch and are steady; all bear MADV_DONTFORK */
-	bool lazy;		/* .more is not zero */
+	struct rf_sum sum;
+	struct rf_sum group;	/* of RF_GROUP leaves, the first of which this is */
 	struct rf_range ranges[RF_LEAF_RANGES];
 };
 
@@ -166,22 +175,30 @@ static inline int rf_ranges_reserve(struct rf_ranges *ranges, uint32_t registrat
 
 /* The first range that ends after @address. */
 struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address);
-/* Give its ranges what waits for them. */
-void rf_leaf_settle(struct rf_leaf *leaf);
+/* Give the leaf at @entry, and its ranges, what waits for them. */
+void rf_ranges_settle(const struct rf_ranges *ranges, uint32_t entry);
+
+/* The leaf at @entry, as it lies there: what waits for it is not in it. */
+static inline struct rf_leaf *rf_ranges_leaf(const struct rf_ranges *ranges, uint32_t entry)
+{
+	const struct rf_leaf_entry *directory = ranges->directory.items;
+
+	return (struct rf_leaf *)ranges->leaves.items + directory[entry].leaf;
+}
 
 /* NULL past the end. */
 static inline const struct rf_range *rf_ranges_at(const struct rf_ranges *ranges,
 						  struct rf_cursor cursor)
 {
-	const struct rf_leaf_entry *directory = ranges->directory.items;
-	struct rf_leaf *leaf = ranges->leaves.items;
+	const struct rf_leaf *leaf;
 
 	if (cursor.entry >= ranges->leaf_count)
 		return NULL;
-	leaf += directory[cursor.entry].leaf;
-	if (rf_unlikely(leaf->lazy))
-		rf_leaf_settle(leaf);
-	return cursor.item < leaf->used ? &leaf->ranges[cursor.item] : NULL;
+	leaf = rf_ranges_leaf(ranges, cursor.entry);
+	if (cursor.item >= leaf->used)
+		return NULL;
+	rf_ranges_settle(ranges, cursor.entry);
+	return &leaf->ranges[cursor.item];
 }
 
 const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor);
@@ -189,12 +206,12 @@ const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_
 const struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t address);
 
 /*
- * At the first range of a leaf that ends at or before @end, and all of whose ranges touch,
- * want and bear MADV_DONTFORK beyond doubt, and are counted @least times: go on to the next
- * leaf. The end of that leaf; 0: it is another one.
+ * At the first range of a leaf: go on over leaves that touch and end at or before @end, all of
+ * whose ranges touch, want and bear MADV_DONTFORK beyond doubt, and are counted @least times.
+ * Where the last of them ends; 0: the first is another one.
  */
-uintptr_t rf_ranges_skip_leaf(const struct rf_ranges *ranges, struct rf_cursor *cursor,
-			      uintptr_t end, uint32_t least);
+uintptr_t rf_ranges_skip_leaves(const struct rf_ranges *ranges, struct rf_cursor *cursor,
+				uintptr_t end, uint32_t least);
 
 static inline uintptr_t rf_ranges_skip_marked(const struct rf_ranges *ranges,
 					      struct rf_cursor *cursor, uintptr_t end,
@@ -202,7 +219,7 @@ static inline uintptr_t rf_ranges_skip_marked(const struct rf_ranges *ranges,
 {
 	if (rf_likely(cursor->item || cursor->entry + 1 >= ranges->leaf_count))
 		return 0;
-	return rf_ranges_skip_leaf(ranges, cursor, end, least);
+	return rf_ranges_skip_leaves(ranges, cursor, end, least);
 }
 
 /*

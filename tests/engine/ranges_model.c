@@ -16,11 +16,12 @@ struct registration {
 	uint8_t finds;
 };
 
-static struct page pages[MODEL_PAGES];
-static struct registration live[MODEL_LIVE];
+static struct page pages[MODEL_MANY];
+static struct registration live[MODEL_MANY];
 static size_t live_count;
 static struct rf_ranges ranges;
 bool model_even;
+size_t model_pages;
 
 static uintptr_t address(size_t page)
 {
@@ -64,7 +65,7 @@ void model_compare(void)
 	size_t at, marked = 0, edges = 0, fewest = 0, count = 0;
 	uint8_t before = RF_MARK_NONE;
 
-	for (at = 0; at < MODEL_PAGES; at++) {
+	for (at = 0; at < model_pages; at++) {
 		marked += !!pages[at].mark;
 		edges += before != pages[at].mark;
 		before = pages[at].mark;
@@ -214,20 +215,21 @@ void model_step(struct interval next)
 {
 	size_t choice = check_below(10);
 
-	if (live_count == MODEL_LIVE || (choice < 3 && live_count)) {
+	if (live_count == model_pages / 3 || (choice < 3 && live_count)) {
 		sub(check_below(live_count));
 	} else if (choice < 7 || model_even) {
 		add(next.start, next.end);
 	} else {
-		size_t start = check_below(MODEL_PAGES);
+		size_t start = check_below(model_pages);
 
-		set(start, start + 1 + check_below(MODEL_PAGES - start));
+		set(start, start + 1 + check_below(model_pages - start));
 	}
 	rf_ranges_check(&ranges);
 }
 
-void model_begin(void)
+void model_begin(size_t count)
 {
+	model_pages = count;
 	if (!ranges.leaves.item_size)
 		rf_ranges_init(&ranges);
 }
@@ -238,7 +240,7 @@ void model_end(void)
 
 	while (live_count)
 		sub(live_count - 1);
-	change(0, MODEL_PAGES, &unmark);
+	change(0, model_pages, &unmark);
 	memset(pages, 0, sizeof(pages));
 	rf_ranges_check(&ranges);
 	model_compare();

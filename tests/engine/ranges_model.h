@@ -9,8 +9,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#define MODEL_PAGES 320
-#define MODEL_LIVE 96
+/* Few pages are registered in all ways; of many, groups of leaves are counted at once. */
+#define MODEL_FEW 320
+#define MODEL_MANY 2560
 
 struct interval {
 	size_t start, end;	/* pages */
@@ -18,7 +19,8 @@ struct interval {
 
 /* All that is registered is marked at once, and nothing else is done, with @even. */
 extern bool model_even;
-void model_begin(void);
+extern size_t model_pages;
+void model_begin(size_t count);
 /* One operation on both; if it is a registration, of @next. */
 void model_step(struct interval next);
 /* The list says of every page what the model says, in as few ranges as can be. */

@@ -26,7 +26,7 @@ static struct interval dense(unsigned long nth)
 
 static struct interval isolated(unsigned long nth)
 {
-	size_t start = 2 * check_below(MODEL_PAGES / 2);
+	size_t start = 2 * check_below(model_pages / 2);
 
 	(void)nth;
 	return (struct interval){ start, start + 1 };
@@ -34,7 +34,7 @@ static struct interval isolated(unsigned long nth)
 
 static struct interval ascending(unsigned long nth)
 {
-	size_t start = 3 * nth % (MODEL_PAGES - 4);
+	size_t start = 3 * nth % (model_pages - 4);
 
 	return (struct interval){ start, start + 2 };
 }
@@ -43,12 +43,12 @@ static struct interval descending(unsigned long nth)
 {
 	struct interval up = ascending(nth);
 
-	return (struct interval){ MODEL_PAGES - up.end, MODEL_PAGES - up.start };
+	return (struct interval){ model_pages - up.end, model_pages - up.start };
 }
 
 static struct interval anywhere(unsigned long nth)
 {
-	size_t start = check_below(MODEL_PAGES), end = start + 1 + check_below(MODEL_PAGES - start);
+	size_t start = check_below(model_pages), end = start + 1 + check_below(model_pages - start);
 
 	(void)nth;
 	return (struct interval){ start, end };
@@ -57,24 +57,29 @@ static struct interval anywhere(unsigned long nth)
 /* All of it, and what an allocator hands out of it, one piece beside another. */
 static struct interval arena(unsigned long nth)
 {
-	size_t size = (size_t)1 << check_below(6), start = size * check_below(MODEL_PAGES / size);
+	size_t size = (size_t)1 << check_below(6), start = size * check_below(model_pages / size);
 
 	if (nth % 64 == 0)
-		return (struct interval){ 0, MODEL_PAGES };
+		return (struct interval){ 0, model_pages };
 	return (struct interval){ start, start + size };
 }
 
-static void run_shape(shape *next)
+static void run_on(size_t pages, shape *next, unsigned long ops)
 {
-	unsigned long op, ops = check_scale(60000);
+	unsigned long op;
 
-	model_begin();
+	model_begin(pages);
 	for (op = 0; op < ops; op++) {
 		model_step(next(op));
 		if (op % 8 == 0)
 			model_compare();
 	}
 	model_end();
+}
+
+static void run_shape(shape *next)
+{
+	run_on(MODEL_FEW, next, check_scale(60000));
 }
 
 static void dense_overlaps_agree(void)
@@ -107,14 +112,15 @@ static void arenas_agree(void)
 	run_shape(arena);
 }
 
-/* Where all bear their mark long registrations count whole leaves in one step. */
+/* Where all bear their mark long registrations count whole leaves, and groups, in one step. */
 static void registrations_over_many_agree(void)
 {
 	model_even = true;
 	run_shape(anywhere);
-	run_shape(ascending);
+	run_on(MODEL_MANY, anywhere, check_scale(20000));
+	run_on(MODEL_MANY, ascending, check_scale(10000));
 	model_even = false;
-	run_shape(anywhere);
+	run_on(MODEL_MANY, anywhere, check_scale(5000));
 }
 
 /* ---- Memory ---- */
@@ -162,6 +168,54 @@ static void a_range_takes_less_than_72_bytes(void)
 	CHECK(ascending_bytes < 72 && descending_bytes < 72 && random_bytes < 72,
 	      "ascending %.1f, descending %.1f, random %.1f", ascending_bytes, descending_bytes,
 	      random_bytes);
+}
+
+/* ---- Groups of leaves ---- */
+
+#define PAGES (2 * RF_GROUP * RF_LEAF_RANGES)
+/* At the beginning of a leaf in the midst of a group. */
+#define ODD (RF_GROUP / 2 * RF_LEAF_RANGES)
+
+/* Full leaves of pages that touch and differ. All but @hole bear marks; @due is to get one. */
+static void fill_leaves(uint32_t hole, uint32_t due)
+{
+	const uint32_t finds[] = { RF_FINDS_NOTHING, RF_FINDS_COPY };
+	uint32_t i;
+
+	rf_ranges_init(&ranges);
+	CHECK(rf_ranges_reserve(&ranges, PAGES + 2) == 0);
+	for (i = 0; i < PAGES; i++) {
+		const struct rf_change page = {
+			.count = 1,
+			.finds = (uint8_t)finds[i % 2],
+			.set = i == due ? RF_RANGE_DUE : 0,
+			.remark = i != due,
+			.mark = RF_MARK_DONTFORK,
+		};
+
+		if (i != hole)
+			rf_ranges_change(&ranges, BASE + i * 4096ul, BASE + (i + 1) * 4096ul,
+					 &page);
+	}
+}
+
+/* What is odd in one leaf is not passed over with the group. */
+static void a_group_counts_its_leaves_alike(void)
+{
+	const struct rf_change all = { .count = 1, .remark = true, .mark = RF_MARK_DONTFORK };
+	uint32_t odd, at, round;
+
+	for (odd = 0; odd < 2; odd++) {
+		fill_leaves(odd ? ODD : PAGES, odd ? PAGES : ODD);
+		for (round = 1; round < 3; round++) {
+			rf_ranges_change(&ranges, BASE, BASE + PAGES * 4096ul, &all);
+			rf_ranges_check(&ranges);
+			CHECK(ranges.marked_bytes == PAGES * 4096ul);
+			for (at = 0; at < PAGES; at += ODD / 2)
+				CHECK(rf_range_count(rf_ranges_find(&ranges, BASE + at * 4096ul)) ==
+				      round + (at != ODD || !odd));
+		}
+	}
 }
 
 /* ---- Room ---- */
@@ -347,6 +401,7 @@ int main(int argc, char **argv)
 		SCENARIO(arenas_agree),
 		SCENARIO(registrations_over_many_agree),
 		SCENARIO(a_range_takes_less_than_72_bytes),
+		SCENARIO(a_group_counts_its_leaves_alike),
 		SCENARIO(neighbours_merge_and_part_again),
 		SCENARIO(natures_cut_and_registrations_part),
 		SCENARIO(a_small_reservation_forgets_no_one),

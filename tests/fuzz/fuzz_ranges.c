@@ -13,17 +13,17 @@ static struct interval choose(void)
 		start = check_below(48);
 		length = 1 + check_below(16);
 	} else if (shape == 1) {
-		start = check_below(MODEL_PAGES);
+		start = check_below(model_pages);
 		length = 1 + check_below(4);
 	} else if (shape == 2) {
-		start = 2 * check_below(MODEL_PAGES / 2);
+		start = 2 * check_below(model_pages / 2);
 		length = 1;
 	} else {
-		start = check_below(MODEL_PAGES);
-		length = 1 + check_below(MODEL_PAGES - start);
+		start = check_below(model_pages);
+		length = 1 + check_below(model_pages - start);
 	}
-	if (length > MODEL_PAGES - start)
-		length = MODEL_PAGES - start;
+	if (length > model_pages - start)
+		length = model_pages - start;
 	return (struct interval){ start, start + length };
 }
 
@@ -32,7 +32,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t nbytes)
 	unsigned int step;
 
 	check_play(input, nbytes);
-	model_begin();
+	model_begin(MODEL_FEW);
 	for (step = 1; !check_played(); step++) {
 		model_step(choose());
 		if (step % 8 == 0)

@@ -58,12 +58,6 @@ static inline struct rf_leaf_entry *directory_of(const struct rf_ranges *ranges)
 	return ranges->directory.items;
 }
 
-/* Those at and after it in the directory are of its group, up to the next such leaf. */
-static inline struct rf_leaf *group_at(const struct rf_ranges *ranges, uint32_t entry)
-{
-	return rf_ranges_leaf(ranges, entry - entry % RF_GROUP);
-}
-
 static inline void count_sum(struct rf_sum *sum, uint32_t finds, int32_t count)
 {
 	sum->more[finds] += count;
@@ -74,7 +68,7 @@ static inline void count_sum(struct rf_sum *sum, uint32_t finds, int32_t count)
 static void settle_group(const struct rf_ranges *ranges, uint32_t entry)
 {
 	const uint32_t first = entry - entry % RF_GROUP;
-	struct rf_sum *group = &group_at(ranges, entry)->group;
+	struct rf_sum *group = &rf_ranges_group(ranges, entry)->group;
 	uint32_t i, finds;
 
 	for (i = first; i < first + RF_GROUP; i++)
@@ -99,16 +93,10 @@ void rf_ranges_settle(const struct rf_ranges *ranges, uint32_t entry)
 {
 	struct rf_leaf *leaf = rf_ranges_leaf(ranges, entry);
 
-	if (rf_unlikely(group_at(ranges, entry)->group.lazy))
+	if (rf_unlikely(rf_ranges_group(ranges, entry)->group.lazy))
 		settle_group(ranges, entry);
 	if (rf_unlikely(leaf->sum.lazy))
 		settle_leaf(leaf);
-}
-
-static inline struct rf_leaf *leaf_at(const struct rf_ranges *ranges, uint32_t entry)
-{
-	rf_ranges_settle(ranges, entry);
-	return rf_ranges_leaf(ranges, entry);
 }
 
 struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address)
@@ -180,16 +168,19 @@ static inline bool is_alike(const struct rf_range *left, const struct rf_range *
 static inline void forget(struct rf_ranges *ranges, uint32_t entry)
 {
 	rf_ranges_leaf(ranges, entry)->sum.known = false;
-	group_at(ranges, entry)->group.known = false;
+	if (rf_unlikely(ranges->leaf_count >= RF_GROUP))
+		rf_ranges_group(ranges, entry)->group.known = false;
 }
 
 /* From @entry on another leaf will be first in each group. */
 static void forget_groups(struct rf_ranges *ranges, uint32_t entry)
 {
+	if (ranges->leaf_count < RF_GROUP)
+		return;
 	for (entry -= entry % RF_GROUP; entry < ranges->leaf_count; entry += RF_GROUP) {
-		if (group_at(ranges, entry)->group.lazy)
+		if (rf_ranges_group(ranges, entry)->group.lazy)
 			settle_group(ranges, entry);
-		group_at(ranges, entry)->group.known = false;
+		rf_ranges_group(ranges, entry)->group.known = false;
 	}
 }
 
@@ -221,7 +212,7 @@ static void leaf_remove(struct rf_ranges *ranges, uint32_t entry)
 	struct rf_leaf_entry *directory = directory_of(ranges);
 
 	forget_groups(ranges, entry);
-	leaf_at(ranges, entry)->next_free = ranges->free_leaf;
+	rf_ranges_settled(ranges, entry)->next_free = ranges->free_leaf;
 	ranges->free_leaf = directory[entry].leaf + 1;
 	ranges->leaf_count--;
 	memmove(directory + entry, directory + entry + 1,
@@ -236,8 +227,8 @@ static void leaf_join(struct rf_ranges *ranges, uint32_t entry)
 
 	if (entry + 1 >= ranges->leaf_count)
 		return;
-	left = leaf_at(ranges, entry);
-	right = leaf_at(ranges, entry + 1);
+	left = rf_ranges_settled(ranges, entry);
+	right = rf_ranges_settled(ranges, entry + 1);
 	if (left->used + right->used > RF_LEAF_JOIN)
 		return;
 	skipped = is_alike(&left->ranges[left->used - 1], &right->ranges[0]);
@@ -257,7 +248,7 @@ static void leaf_shrunk(struct rf_ranges *ranges, uint32_t entry)
 {
 	if (ranges->leaf_count == 1)
 		return;
-	if (!leaf_at(ranges, entry)->used) {
+	if (!rf_ranges_settled(ranges, entry)->used) {
 		leaf_remove(ranges, entry);
 		if (!entry)
 			return;
@@ -274,7 +265,7 @@ static void leaf_shrunk(struct rf_ranges *ranges, uint32_t entry)
  */
 static void make_room(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t address)
 {
-	struct rf_leaf *left = leaf_at(ranges, cursor.entry), *right;
+	struct rf_leaf *left = rf_ranges_settled(ranges, cursor.entry), *right;
 	uint32_t keep = left->used / 2 + 1;
 
 	if (left->ranges[0].start > address) {
@@ -286,7 +277,7 @@ static void make_room(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr
 		return;
 	}
 	leaf_insert(ranges, cursor.entry + 1, left->ranges[keep].start);
-	right = leaf_at(ranges, cursor.entry + 1);
+	right = rf_ranges_settled(ranges, cursor.entry + 1);
 	right->used = left->used - keep;
 	memcpy(right->ranges, left->ranges + keep, right->used * sizeof(*right->ranges));
 	left->used = keep;
@@ -380,7 +371,7 @@ static inline struct rf_sum *even_sum(const struct rf_ranges *ranges, uint32_t e
 			return sum;
 		}
 	}
-	if (group_at(ranges, entry)->group.lazy)
+	if (rf_ranges_group(ranges, entry)->group.lazy)
 		settle_group(ranges, entry);
 	sum = leaf_sum(ranges, entry);
 	*count = 1;
@@ -418,7 +409,7 @@ static uintptr_t count_leaves(struct rf_ranges *ranges, struct rf_cursor *cursor
 			break;
 		count_sum(sum, change->finds, change->count);
 		if (count == 1)
-			group_at(ranges, cursor->entry)->group.known = false;
+			rf_ranges_group(ranges, cursor->entry)->group.known = false;
 		start = sum->end;
 	}
 	return start;
@@ -589,7 +580,7 @@ static struct rf_range *range_before(const struct rf_ranges *ranges, const struc
 		return &leaf->ranges[step->first.item - 1];
 	if (!step->first.entry)
 		return NULL;
-	leaf = leaf_at(ranges, step->first.entry - 1);
+	leaf = rf_ranges_settled(ranges, step->first.entry - 1);
 	return &leaf->ranges[leaf->used - 1];
 }
 
@@ -601,7 +592,7 @@ static struct rf_range *range_after(const struct rf_ranges *ranges, const struct
 		return &step->leaf->ranges[item];
 	if (step->first.entry + 1 >= ranges->leaf_count)
 		return NULL;
-	return &leaf_at(ranges, step->first.entry + 1)->ranges[0];
+	return &rf_ranges_settled(ranges, step->first.entry + 1)->ranges[0];
 }
 
 static void count_marks(struct rf_ranges *ranges, const struct step *step)
@@ -656,12 +647,12 @@ static inline uintptr_t plan(const struct rf_ranges *ranges, struct rf_cursor cu
 
 	step->count = 0;
 	step->remarked = false;
-	step->leaf = leaf_at(ranges, cursor.entry);
+	step->leaf = rf_ranges_settled(ranges, cursor.entry);
 	/* New ranges between two leaves go to the end of the first, if that has room. */
 	if (rf_unlikely(!cursor.item) && cursor.entry && step->leaf->used &&
 	    step->leaf->ranges[0].start > at &&
-	    leaf_at(ranges, cursor.entry - 1)->used < RF_LEAF_RANGES) {
-		step->leaf = leaf_at(ranges, --cursor.entry);
+	    rf_ranges_settled(ranges, cursor.entry - 1)->used < RF_LEAF_RANGES) {
+		step->leaf = rf_ranges_settled(ranges, --cursor.entry);
 		cursor.item = step->leaf->used;
 	}
 	range = step->leaf->ranges + cursor.item;
@@ -707,7 +698,7 @@ static inline uintptr_t change_in_place(struct rf_ranges *ranges, struct rf_curs
 	struct rf_leaf *leaf;
 	struct rf_range *range, piece;
 
-	leaf = leaf_at(ranges, cursor->entry);
+	leaf = rf_ranges_settled(ranges, cursor->entry);
 	range = leaf->ranges + cursor->item;
 	for (; cursor->item < leaf->used && range->start == start && range->end < end; range++) {
 		piece = *range;
@@ -742,7 +733,7 @@ static inline void count_mark(struct rf_ranges *ranges, const struct rf_range *r
 static inline bool change_alone(struct rf_ranges *ranges, struct rf_cursor cursor,
 				uintptr_t start, uintptr_t end, const struct rf_change *change)
 {
-	struct rf_leaf *leaf = leaf_at(ranges, cursor.entry);
+	struct rf_leaf *leaf = rf_ranges_settled(ranges, cursor.entry);
 	struct rf_range *range = leaf->ranges + cursor.item, *next = range;
 	const uint32_t after = leaf->used - cursor.item;
 	const bool more = change->count > 0;
@@ -838,7 +829,8 @@ static void check_leaves(const struct rf_ranges *ranges)
 	uint32_t entry;
 
 	for (entry = 0; entry < ranges->leaf_count; entry++) {
-		struct rf_leaf *leaf = leaf_at(ranges, entry);
+		struct rf_leaf *leaf = rf_ranges_settled(ranges, entry);
+		const uint32_t before = entry ? rf_ranges_leaf(ranges, entry - 1)->used : 0;
 		const struct rf_sum sum = leaf->sum;
 
 		RF_ASSERT(leaf->used || ranges->leaf_count == 1);
@@ -847,8 +839,8 @@ static void check_leaves(const struct rf_ranges *ranges)
 			check_sum(&sum, &leaf->sum);
 		if (leaf->used)
 			RF_ASSERT(directory_of(ranges)[entry].first == leaf->ranges[0].start);
-		RF_ASSERT(!entry ||
-			  leaf->used + leaf_at(ranges, entry - 1)->used >= RF_LEAF_RANGES / 2);
+		RF_ASSERT(!entry || leaf->used + before >= RF_LEAF_RANGES / 2);
+		(void)before;
 	}
 }
 
@@ -857,7 +849,7 @@ static void check_groups(const struct rf_ranges *ranges)
 	uint32_t entry;
 
 	for (entry = 0; entry + RF_GROUP <= ranges->leaf_count; entry += RF_GROUP) {
-		struct rf_sum *group = &group_at(ranges, entry)->group;
+		struct rf_sum *group = &rf_ranges_group(ranges, entry)->group;
 		const struct rf_sum sum = *group;
 
 		learn_group(ranges, entry);

@@ -175,15 +175,30 @@ static inline int rf_ranges_reserve(struct rf_ranges *ranges, uint32_t registrat
 
 /* The first range that ends after @address. */
 struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address);
-/* Give the leaf at @entry, and its ranges, what waits for them. */
-void rf_ranges_settle(const struct rf_ranges *ranges, uint32_t entry);
-
 /* The leaf at @entry, as it lies there: what waits for it is not in it. */
 static inline struct rf_leaf *rf_ranges_leaf(const struct rf_ranges *ranges, uint32_t entry)
 {
 	const struct rf_leaf_entry *directory = ranges->directory.items;
 
 	return (struct rf_leaf *)ranges->leaves.items + directory[entry].leaf;
+}
+
+/* Those at and after it in the directory are of its group, up to the next such leaf. */
+static inline struct rf_leaf *rf_ranges_group(const struct rf_ranges *ranges, uint32_t entry)
+{
+	return rf_ranges_leaf(ranges, entry - entry % RF_GROUP);
+}
+
+/* Give the leaf at @entry, and its ranges, what waits for them. */
+void rf_ranges_settle(const struct rf_ranges *ranges, uint32_t entry);
+
+static inline struct rf_leaf *rf_ranges_settled(const struct rf_ranges *ranges, uint32_t entry)
+{
+	struct rf_leaf *leaf = rf_ranges_leaf(ranges, entry);
+
+	if (rf_unlikely(leaf->sum.lazy || ranges->leaf_count >= RF_GROUP))
+		rf_ranges_settle(ranges, entry);
+	return leaf;
 }
 
 /* NULL past the end. */
@@ -194,11 +209,8 @@ static inline const struct rf_range *rf_ranges_at(const struct rf_ranges *ranges
 
 	if (cursor.entry >= ranges->leaf_count)
 		return NULL;
-	leaf = rf_ranges_leaf(ranges, cursor.entry);
-	if (cursor.item >= leaf->used)
-		return NULL;
-	rf_ranges_settle(ranges, cursor.entry);
-	return &leaf->ranges[cursor.item];
+	leaf = rf_ranges_settled(ranges, cursor.entry);
+	return cursor.item < leaf->used ? &leaf->ranges[cursor.item] : NULL;
 }
 
 const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor);

@@ -12,7 +12,8 @@ from setuptools.modified import newer_group
 
 LIBRARY = "rdmafork.librdmafork"
 MODULES = ("_buffer", "_clocks", "_core", "_dlpack", "_ibverbs", "_pins", "_verbs")
-SOURCES = sorted(glob("csrc/**/*.c", recursive=True))
+# The engine first, so that what it writes to at a fork is on few pages.
+SOURCES = sorted(glob("csrc/*.c")) + sorted(glob("csrc/preload/*.c"))
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/*.map") + glob("rdmafork/*.pxd"))
 # $CPPFLAGS, $CFLAGS and $LDFLAGS come after these.
 COMPILE = (

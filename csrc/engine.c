@@ -3,8 +3,7 @@
 #include "child_fault.h"
 #include "hooks.h"
 
-uint64_t rf_unwiped;
-struct rf_engine rf_engine = { .alive = &rf_unwiped };
+struct rf_engine rf_engine = { .alive = &rf_engine.unwiped };
 
 void rf_engine_init(void)
 {

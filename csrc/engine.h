@@ -21,6 +21,8 @@
 struct rf_engine {
 	struct rf_lock lock;
 	uint64_t *alive;	/* 1; 0 once wiped; or the thread that makes it 1 again */
+	/* Where that points before there is an engine, and where no page can be wiped at fork. */
+	uint64_t unwiped;
 	enum rf_mode mode;
 	bool mode_inherited;	/* from the parent: a child may choose anew */
 	bool environment_read;
@@ -36,12 +38,6 @@ struct rf_engine {
 
 /* Between rf_enter() and rf_leave(), but for what is said to be atomic. */
 extern struct rf_engine rf_engine;
-
-/*
- * Where @alive points before there is an engine, and where a page that is wiped at fork
- * cannot be had: raw clones go unnoticed.
- */
-extern uint64_t rf_unwiped;
 
 /* Its tables, empty. */
 void rf_engine_init(void);

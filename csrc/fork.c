@@ -76,8 +76,7 @@ static void prepare(void)
 	here.prepared = false;
 	if (rf_has_hooks())
 		rf_hooks.prepare();
-	rf_window_open();
-	here.number = rf_vma_fork();
+	here.number = rf_window_open();
 	here.pipes = rf_sys_copying_pipes();
 	rf_loader_gate_fork();
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
@@ -123,8 +122,9 @@ static void parent(void)
 
 static void child(void)
 {
-	rf_unwiped = 0;
-	(void)rf_notice_child();
+	rf_engine.unwiped = 0;
+	/* It writes to the wiped page first: to read that would be a page fault of its own. */
+	(void)rf_become_child();
 	/* This fork is over. One that it was made in goes on here, with no list of its own. */
 	here.depth--;
 	here.prepared = false;
@@ -152,7 +152,7 @@ static void install(void)
 	struct rf_engine *engine = &rf_engine;
 	void *page = NULL;
 	size_t nbytes = 64 * 1024; /* the largest base page */
-	uint64_t *alive = &rf_unwiped;
+	uint64_t *alive = &rf_engine.unwiped;
 
 	rf_engine_init();
 	if (rf_sys_map(nbytes, &page) >= 0 &&
@@ -194,7 +194,7 @@ bool rf_become_child(void)
 	}
 	if (!engine->generation) {
 		install();
-		__atomic_store_n(&rf_unwiped, 1, __ATOMIC_RELEASE);
+		__atomic_store_n(&rf_engine.unwiped, 1, __ATOMIC_RELEASE);
 		return true;
 	}
 	/*

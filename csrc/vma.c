@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "vma.h"
 #include "opened.h"
+#include "window.h"
 
 #include <errno.h>
 #include <string.h>
@@ -85,20 +86,15 @@ bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma)
 	return parse(line, length, vma, &file);
 }
 
-/* Forks ever begun; how many they were when a file of /proc was opened last. */
-static uint64_t forks, forks_when_opened;
+/* How many forks had begun when a file of /proc was opened last. */
+static uint64_t forks_when_opened;
 
 /* Stored first: a child gets the descriptors as they are some time before the memory. */
 static int open_file(const char *path)
 {
-	__atomic_store_n(&forks_when_opened, __atomic_load_n(&forks, __ATOMIC_SEQ_CST),
+	__atomic_store_n(&forks_when_opened, __atomic_load_n(&rf_window.begun, __ATOMIC_SEQ_CST),
 			 __ATOMIC_SEQ_CST);
 	return rf_sys_open(path, RF_READ);
-}
-
-uint64_t rf_vma_fork(void)
-{
-	return __atomic_add_fetch(&forks, 1, __ATOMIC_SEQ_CST);
 }
 
 /* "/proc/5/task/6/maps": a program's own is found by "self". */

@@ -60,13 +60,11 @@ bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma);
 void rf_vma_replace_file(const struct rf_file *file);
 
 /*
- * A fork begins, whose number this is. From when it has had the lock of those who open
- * rounds, to the making of its child, another thread may open one again: the child then
- * has the descriptor too. Its handler calls the second with that number, or with 0 where
- * the lock was not to be had. It closes what looks like ours, and does nothing after
- * most forks.
+ * In the child of the fork that has this number (rf_window_open()). From when that has had the
+ * lock of those who open rounds, to the making of its child, another thread may open one
+ * again: the child then has the descriptor too. 0: the lock was not to be had. Closes what
+ * looks like ours, and does nothing after most forks.
  */
-uint64_t rf_vma_fork(void);
 void rf_vma_close_inherited(uint64_t fork);
 
 #endif

@@ -6,10 +6,10 @@
 
 struct rf_window rf_window = { .patience = PATIENCE };
 
-void rf_window_open(void)
+uint64_t rf_window_open(void)
 {
 	__atomic_add_fetch(&rf_window.forks, 1, __ATOMIC_SEQ_CST);
-	__atomic_add_fetch(&rf_window.begun, 1, __ATOMIC_SEQ_CST);
+	return __atomic_add_fetch(&rf_window.begun, 1, __ATOMIC_SEQ_CST);
 }
 
 void rf_window_shut(void)

@@ -183,6 +183,8 @@ void rf_ibv_serve_all(void)
 
 void rf_ibv_clear(bool torn)
 {
+	if (!state.calls)
+		return;
 	if (torn)
 		rf_ibv_ranges_abandon(&state.ranges);
 	rf_ibv_ranges_clear(&state.ranges);

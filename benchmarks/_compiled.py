@@ -10,10 +10,19 @@ from ._workers import Skipped
 
 def library(directory: str, source: str, *options: str) -> str:
     """The path of a shared library made of it. Raises Skipped where that cannot be."""
-    path, made = (os.path.join(directory, name) for name in ("library.c", "library.so"))
+    return _made(directory, "library.so", source, "-shared", "-fPIC", *options)
+
+
+def program(directory: str, source: str, *options: str) -> str:
+    """The path of a program made of it. Raises Skipped where that cannot be."""
+    return _made(directory, "program", source, *options)
+
+
+def _made(directory: str, name: str, source: str, *options: str) -> str:
+    path, made = (os.path.join(directory, file) for file in (f"{name}.c", name))
     Path(path).write_text(source)
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    command = [*compiler, "-shared", "-fPIC", "-O2", "-pthread", path, *options, "-o", made]
+    command = [*compiler, "-O2", "-pthread", path, *options, "-o", made]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError:

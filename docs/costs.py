@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rdmafork.benchmarks import _tables, fork_latency
+from rdmafork.benchmarks import _tables, fork_latency, small_process
 from rdmafork.benchmarks._facts import in_words
 from rdmafork.cli import terminal
 
@@ -65,6 +65,20 @@ def fork() -> Iterator[str]:
             [peer, *(shown[peer] for shown in measured.values()),
              terminal.size(base[peer]["child_own_bytes"]["median"])]
             for peer in base
+        ),
+    )  # fmt: skip
+
+
+def small() -> Iterator[str]:
+    base, huge = (rows("small_process", pages=kind) for kind in small_process.PAGES)
+    columns = [column(base, "fork_us"), column(huge, "fork_us"), column(base, "child_us")]
+    yield from table(
+        ["1 GiB registered and pinned", "`fork()`, base pages", "`fork()`, transparent huge pages",
+         "until it returns in the child", "page faults", "in the child", "system calls"],
+        *(
+            [peer, *(shown[peer] for shown in columns), f"{row['parent_faults']}",
+             f"{row['child_faults']}", f"{row.get('system_calls', '-')}"]
+            for peer, row in base.items()
         ),
     )  # fmt: skip
 
@@ -144,6 +158,7 @@ NAMES = {
 }
 TABLES: dict[str, tuple[Callable[[], Iterator[str]], str]] = {
     "fork": (fork, "fork_latency"),
+    "small": (small, "small_process"),
     "registration": (registration, "registration"),
     "many": (many, "fork_latency"),
     "scale": (scale, "scale"),

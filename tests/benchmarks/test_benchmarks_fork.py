@@ -15,7 +15,7 @@ from conftest import FREE_THREADED, TIMEOUT, fresh, needs_lazy, needs_pins
 
 import rdmafork
 from rdmafork import _pins
-from rdmafork.benchmarks import _pool, _shapes, fork_latency, shapes
+from rdmafork.benchmarks import _pool, _shapes, fork_latency, shapes, small_process
 from rdmafork.benchmarks._progress import Progress
 from rdmafork.benchmarks._workers import Skipped
 
@@ -247,6 +247,24 @@ def test_the_figure_of_shapes_is_written(shaped, tmp_path):
     pytest.importorskip("matplotlib", reason="figures need matplotlib")
     (file,) = shapes.plot(shaped, tmp_path)
     assert file.name == "shapes.svg" and "rdmafork untrusted" in file.read_text()
+
+
+# ---- small_process ------------------------------------------------------------------------
+
+
+@needs_pins
+@needs_lazy
+def test_a_small_process_forks_with_each_peer(tmp_path):
+    rows = complete(document("small_process", tmp_path))
+    assert {(row["peer"], row["pages"]) for row in rows} == {
+        (peer, pages) for peer in small_process.PEERS for pages in small_process.PAGES
+    }
+    for row in rows:
+        assert row["fork_us"]["to_floor"] and row["child_us"]["median"] > row["fork_us"]["median"]
+        if "calls" in row:
+            # The addresses of what is registered are reserved, and the child says why it dies.
+            registered = row["peer"] not in (small_process.FLOOR, "madvise, rdmafork loaded")
+            assert ("mmap" in row["calls"]) == ("rt_sigaction" in row["calls"]) == registered
 
 
 # ---- the others ---------------------------------------------------------------------------

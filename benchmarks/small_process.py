@@ -1,0 +1,299 @@
+"""What does fork() cost a small C process, and of what are the microseconds made?
+
+python -m rdmafork.benchmarks.small_process [--quick] [--json FILE] [--plot DIR]
+
+A C program with 1 GiB pinned through io_uring, of base pages or transparent huge pages, forks
+again and again; each child ends at once. Nothing but the library is in it, so what the fork
+handlers cost is not hidden by a large address space.
+The peers: madvise(MADV_DONTFORK) of the memory and no library more (the floor), the same with
+librdmafork.so loaded and not used, and the memory as one registration, lazily and eagerly, or
+with a partial page at either end where the kernel's copying is not trusted.
+The least of all forks: until fork() has returned in the parent, and in the child. Of one fork: the
+page faults of either process until then, the process's mappings, and the system calls of both,
+counted by strace.
+"""
+
+import argparse
+import random
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import rdmafork
+from rdmafork import _pins
+from rdmafork.cli import terminal
+
+from . import _compiled, _plots
+from ._harness import Document, Result, Row, main
+from ._measures import rounded
+from ._progress import Progress
+from ._workers import Environment, Skipped, Skips, environment
+
+PROGRAM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <rdmafork.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define NBYTES (1ul << 30)
+
+static void fail(const char *what)
+{
+	perror(what);
+	exit(1);
+}
+
+static void pin(void *memory)
+{
+	char parameters[120] = { 0 }; /* struct io_uring_params */
+	struct iovec all = { memory, NBYTES };
+	long ring = syscall(SYS_io_uring_setup, 1, parameters);
+
+	if (ring < 0 || syscall(SYS_io_uring_register, ring, 0, &all, 1))
+		fail("io_uring");
+}
+
+#define CALL(name) ((__typeof__(name) *)dlsym(library, #name))
+
+/* How: "none" of it, "load" it, or register with so many bytes of a page left out at both ends. */
+static void protect(char *memory, const char *path, const char *how)
+{
+	void *library = strcmp(how, "none") ? dlopen(path, RTLD_NOW) : NULL;
+	struct rf_handle handle;
+	struct rf_error error;
+	char text[RF_STRERROR_SIZE];
+	size_t left_out;
+	int rc;
+
+	if (strcmp(how, "none") && !library) {
+		fprintf(stderr, "%s\n", dlerror());
+		exit(1);
+	}
+	if (!strcmp(how, "none") || !strcmp(how, "load")) {
+		if (madvise(memory, NBYTES, MADV_DONTFORK))
+			fail("madvise");
+		return;
+	}
+	left_out = strtoul(how, NULL, 10);
+	rc = CALL(rf_fork_init)(RF_MODE_AUTO, &error);
+	if (rc >= 0)
+		rc = CALL(rf_register)(memory + left_out, NBYTES - 2 * left_out, RF_HELD, RF_OMIT,
+				&handle, &error);
+	if (rc < 0) {
+		CALL(rf_strerror)(rc, &error, text, sizeof(text));
+		fprintf(stderr, "%s\n", text);
+		exit(1);
+	}
+}
+
+static unsigned long long now(void)
+{
+	struct timespec time;
+
+	clock_gettime(CLOCK_MONOTONIC, &time);
+	return time.tv_sec * 1000000000ull + time.tv_nsec;
+}
+
+static long faults(void)
+{
+	struct rusage usage;
+
+	getrusage(RUSAGE_SELF, &usage);
+	return usage.ru_minflt;
+}
+
+static int mappings(void)
+{
+	FILE *maps = fopen("/proc/self/maps", "r");
+	int c, lines = 0;
+
+	while (maps && (c = getc(maps)) != EOF)
+		lines += c == '\n';
+	return lines;
+}
+
+int main(int argc, char **argv)
+{
+	struct times {
+		unsigned long long ns;
+		long faults;
+	} volatile *child = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	char *memory = mmap(NULL, NBYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	const int forks = atoi(argv[3]);
+	long before, parent_faults = 0, child_faults = 0;
+	int i;
+
+	if (memory == MAP_FAILED || child == MAP_FAILED || argc != 5)
+		fail("mmap");
+	madvise(memory, NBYTES, strcmp(argv[4], "base") ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+	memset(memory, 1, NBYTES);
+	protect(memory, argv[1], argv[2]);
+	pin(memory);
+	for (i = 0; i < forks; i++) {
+		unsigned long long began, ended;
+		pid_t pid;
+
+		before = faults();
+		began = now();
+		pid = fork();
+		if (!pid) {
+			child->ns = now();
+			child->faults = faults();
+			_exit(0);
+		}
+		ended = now();
+		if (pid < 0)
+			fail("fork");
+		parent_faults = faults() - before;
+		waitpid(pid, NULL, 0);
+		child_faults = child->faults;
+		printf("%llu %llu\n", ended - began, child->ns - began);
+	}
+	printf("%ld %ld %d\n", parent_faults, child_faults, mappings());
+	return 0;
+}
+"""
+
+PARAMETERS = ("pages",)
+PAGES = ("base", "transparent huge")
+FLOOR = "madvise"
+UNTRUSTED: Environment = {"RDMAFORK_TRUST_COPYING": "0"}
+# How it protects the memory, and its environment.
+PEERS: dict[str, tuple[str, Environment]] = {
+    FLOOR: ("none", {}),
+    "madvise, rdmafork loaded": ("load", {}),
+    "rdmafork lazy": ("0", {"RDMAFORK_MODE": "lazy"}),
+    "rdmafork eager": ("0", {"RDMAFORK_MODE": "eager"}),
+    "rdmafork whole pages": ("100", {"RDMAFORK_MODE": "eager", **UNTRUSTED}),
+}
+
+
+def microseconds(value: float) -> str:
+    return terminal.milliseconds(value * 1e3)
+
+
+MEASURES: dict[str, Callable[[float], str]] = {
+    "fork_us": microseconds,
+    "child_us": microseconds,
+    "parent_faults": "{:,}".format,
+    "child_faults": "{:,}".format,
+    "mappings": "{:,}".format,
+    "system_calls": "{:,}".format,
+}
+ROUNDS, FORKS = 6, 100
+QUICK_ROUNDS, QUICK_FORKS = 1, 20
+COUNTED = 20  # forks
+
+
+class Program:
+    """It, compiled."""
+
+    def __init__(self, directory: str) -> None:
+        self._path = _compiled.program(
+            directory, PROGRAM, "-I", rdmafork.get_include(), "-ldl"
+        )  # fmt: skip
+
+    def run(self, peer: str, pages: str, forks: int, *counter: str) -> list[list[int]]:
+        """A line a fork: until it has returned in the parent, in the child; and what is counted."""
+        how, variables = PEERS[peer]
+        command = [*counter, self._path, rdmafork.get_library(), how, str(forks), pages]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment(variables)
+            )
+        except FileNotFoundError:
+            raise Skipped(f"{counter[0]} is not installed") from None
+        if done.returncode:
+            raise Skipped(done.stderr.strip()[-200:] or f"exit status {done.returncode}")
+        return [[int(value) for value in line.split()] for line in done.stdout.splitlines()]
+
+    def system_calls(self, peer: str, pages: str) -> dict[str, int]:
+        """Of a fork, by name, in both processes. Raises Skipped where strace is not to be had."""
+        few, many = (self._calls(peer, pages, forks) for forks in (COUNTED, 2 * COUNTED))
+        each = {name: round((many[name] - few.get(name, 0)) / COUNTED) for name in many}
+        return {name: number for name, number in sorted(each.items()) if number}
+
+    def _calls(self, peer: str, pages: str, forks: int) -> dict[str, int]:
+        with tempfile.NamedTemporaryFile("r") as output:
+            strace = ["strace", "-f", "-c", "-U", "calls,name", "-o", output.name]
+            self.run(peer, pages, forks, *strace)
+            found = re.findall(r"^ *(\d+) (\w+)$", output.read(), re.M)
+        return {name: int(number) for number, name in found if name != "total"}
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> Result:
+    rounds, forks = (QUICK_ROUNDS, QUICK_FORKS) if options.quick else (ROUNDS, FORKS)
+    skipped: Skips = []
+    rows: list[Row] = []
+    no_pins = _pins.available()
+    if no_pins:
+        return Result(rounds, [], [{"peer": "all", "reason": f"nothing can be pinned: {no_pins}"}])
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            program = Program(directory)
+        except Skipped as reason:
+            return Result(rounds, [], [{"peer": "all", "reason": str(reason)}])
+        for i, pages in enumerate(PAGES):
+            found: dict[str, list[list[list[int]]]] = {}
+            for done in range(rounds):
+                progress((i + done / rounds) / len(PAGES), f"{forks} forks a peer, {pages} pages")
+                for peer in random.Random(done).sample(list(PEERS), len(PEERS)):
+                    try:
+                        found.setdefault(peer, []).append(program.run(peer, pages, forks))
+                    except Skipped as reason:
+                        skip = {"peer": peer, "pages": pages, "reason": str(reason)}
+                        skipped += [skip] * (skip not in skipped)
+            rows += [row_of(peer, pages, found[peer]) for peer in PEERS if peer in found]
+        try:
+            for row in rows:
+                calls = program.system_calls(row["peer"], row["pages"])
+                row["system_calls"], row["calls"] = sum(calls.values()), calls
+        except Skipped as reason:
+            skipped.append({"peer": "all", "counting": "system_calls", "reason": str(reason)})
+    return Result(rounds, rows, skipped)
+
+
+def row_of(peer: str, pages: str, runs: list[list[list[int]]]) -> Row:
+    """The least of all times: what is more, others of the machine took."""
+    times = [fork for run in runs for fork in run[:-1]]
+    parent, child, mappings = runs[-1][-1]
+    here, there = (rounded(min(each) / 1e3) for each in zip(*times, strict=True))
+    return {
+        "peer": peer,
+        "pages": pages,
+        "fork_us": {"median": here, "quartiles": [here, here]},
+        "child_us": {"median": there, "quartiles": [there, there]},
+        "parent_faults": parent,
+        "child_faults": child,
+        "mappings": mappings,
+    }
+
+
+def plot(document: Document, directory: Path) -> list[Path]:
+    """A bar a peer, of base pages."""
+    rows = [row for row in document["rows"] if row["pages"] == PAGES[0]][::-1]
+    path = directory / "small_process.svg"
+    with _plots.bars(path, document, len(rows)) as axis:
+        peers = [row["peer"] for row in rows]
+        there = [row["child_us"]["median"] for row in rows]
+        here = [row["fork_us"]["median"] for row in rows]
+        axis.barh(peers, there, height=0.6, color="#BBBBBB", label="in the child")
+        axis.barh(peers, here, height=0.3, color="#0072B2", label="in the parent")
+        axis.legend(loc="upper right")
+        axis.set_xlabel("us until fork() has returned, 1 GiB registered and pinned")
+    return [path]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main("small_process"))

@@ -34,6 +34,18 @@ COLOURS = {
 }
 OTHERS = ("#009E73", "#8C6D31", "#999933")
 BLACK = "#000000"
+# What a reader with a dark theme sees instead; other colours can be read on either.
+DARK = {
+    "#ffffff": "#131416",
+    "#000000": "#e4e4e4",
+    "#333333": "#cccccc",
+    "#777777": "#a0a0a0",
+    "#e4e4e4": "#3a3d41",
+    "#0072b2": "#3b9fe0",
+    "#1b3a5c": "#a9c4ea",
+    "#882255": "#d977a8",
+    "#8c6d31": "#c09a50",
+}
 NAME_SIZE, FOOT_SIZE = 6.5, 6
 CHARACTERS = 24  # of the foot, to an inch
 STYLE: dict[str, Any] = {
@@ -206,3 +218,19 @@ def finish(figure: Any, document: dict[str, Any], path: Path, line: str = "") ->
     figure.text(0.01, -0.01, text, fontsize=FOOT_SIZE, color="#777777", va="top")
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     pyplot.close(figure)
+    if path.suffix == ".svg":
+        path.write_text(in_both_themes(path.read_text()))
+
+
+def in_both_themes(svg: str) -> str:
+    """With a style of its own, as a page's does not reach into an image."""
+    rules = [
+        f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}'
+        for light, dark in DARK.items()
+        for what in ("fill", "stroke")
+        if f"{what}: {light}" in svg
+    ]
+    # Text without a colour is black, and its style names none.
+    rules.insert(0, f"svg {{ fill: {DARK[BLACK]} }}")
+    style = "\n".join(["@media (prefers-color-scheme: dark) {", *rules, "}"])
+    return svg.replace("</style>", f"\n{style}</style>", 1)

@@ -12,6 +12,7 @@ from snippets import PAGES, ROOT
 
 import rdmafork
 from rdmafork._results import fields
+from rdmafork.benchmarks import _plots
 
 SNIPPETS = snippets.all_snippets()
 file_of = runpy.run_path(str(ROOT / "docs/_ext/named_tests.py"))["file_of"]
@@ -164,6 +165,28 @@ def test_drawings_take_the_colours_of_the_page():
     for drawing in drawings:
         text = drawing.read_text()
         assert "currentColor" in text and "black" not in text and "white" not in text, drawing
+
+
+def luminance(colour):
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_figures_can_be_read_on_dark_pages():
+    ground = luminance(_plots.DARK["#ffffff"])
+    for colour in {_plots.BLACK, "#777777", *_plots.OTHERS, *_plots.COLOURS.values()}:
+        shown = luminance(_plots.DARK.get(colour.lower(), colour))
+        assert (shown + 0.05) / (ground + 0.05) >= 4.5, f"{colour}: WCAG asks for 4.5"
+    shown = set(re.findall(r"!\[[^]]*\]\(([^)\s]+\.svg)\)", (ROOT / "README.md").read_text()))
+    assert shown
+    for figure in shown:
+        text = (ROOT / figure).read_text()
+        dark = text.partition("@media (prefers-color-scheme: dark)")[2].partition("</style>")[0]
+        body = text.partition("</defs>")[2]
+        for what, colour in set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", body)):
+            rule = f'[style*="{what}: {colour}"] {{ {what}: {_plots.DARK.get(colour)} '
+            assert (rule in dark) == (colour in _plots.DARK), f"{figure}: {what}: {colour}"
 
 
 def test_help_is_a_page_and_leads_to_all_there_is():

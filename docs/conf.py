@@ -13,7 +13,7 @@ author = "rdmafork contributors"
 copyright = author
 version = release = rdmafork.__version__
 
-extensions = ["myst_parser", "api", "commands", "drawings", "header", "tree"]
+extensions = ["myst_parser", "api", "commands", "drawings", "header", "narrow", "tree"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_ext", "transcripts"]
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]

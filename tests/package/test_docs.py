@@ -68,13 +68,44 @@ def test_the_tests_that_it_names_exist(page):
             assert ran, f"{name} is not run"
 
 
+def promises():
+    """docs/guarantees.md: {promise: {column, or "": its cell}}, and the titles of its limits."""
+    text = (ROOT / "docs/guarantees.md").read_text()
+    rows = [re.split(r" *\| *", row)[1:-1] for row in re.findall(r"^\|.*", text, re.MULTILINE)]
+    columns = [column.partition(" [^")[0] for column in rows[0][1:]]
+    found = {row[0]: dict(zip(columns, row[1:], strict=True)) for row in rows[2:]}
+    whatever, limits = text.partition("## Whatever")[2].split("## Limits")
+    for item in re.split(r"^- ", whatever, flags=re.MULTILINE)[1:]:
+        found[" ".join(item.split()).removesuffix(".")] = {"": item}
+    return found, re.findall(r"^- \*\*(.*?)\.\*\*", limits, re.MULTILINE)
+
+
+def evidence():
+    """docs/evidence.md: {promise, or a limit's title: {column, or "": [tests]}}."""
+    found = {}
+    for section in re.split(r"^### ", (ROOT / "docs/evidence.md").read_text(), flags=re.M)[1:]:
+        entries = found.setdefault(section.partition("\n")[0], {})
+        for column, line in re.findall(r"^- (?:([^{]*): )?(\{test\}.*)", section, re.MULTILINE):
+            entries.setdefault(column, []).extend(NAMED.findall(line))
+    return found
+
+
+def test_each_promise_leads_to_its_tests():
+    promised, limits = promises()
+    shown = evidence()
+    assert len(promised) > 20 and len(limits) > 10
+    for promise, cells in promised.items():
+        tested = {column for column, cell in cells.items() if "(not tested)" not in cell}
+        assert set(shown.get(promise, {})) == tested, f"docs/evidence.md: {promise}"
+    assert shown.keys() - promised.keys() <= set(limits)
+    assert all(shown.values())
+
+
 def test_what_is_promised_of_old_kernels_is_tested_on_one():
     """On 5.10 run tests/vm, what engine.txt names, and the programs of tests/engine."""
     chosen = (ROOT / "tests/vm/engine.txt").read_text().split()
-    rows = [r.split("|") for r in (ROOT / "docs/guarantees.md").read_text().splitlines()]
-    rows = [row for row in rows if len(row) == 9]
-    column = next(iter(rows)).index(" `fork()`, before 5.12 ")
-    names = {name for row in rows for name in NAMED.findall(row[column])}
+    entries = evidence().values()
+    names = {name for columns in entries for name in columns.get("`fork()`, before 5.12", [])}
     assert len(names) >= 10
     for name in names:
         file, _, function = name.partition("::")

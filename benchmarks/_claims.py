@@ -150,12 +150,12 @@ CLAIMS = (
     ),
     Claim(
         "lazy: 1 000 000 isolated pages, to those that could be registered",
-        *("scale", "reached", {"peer": "left to the kernel"} | MILLION, LAZY),
+        *("scale", "reached", {"peer": "copied by the kernel"} | MILLION, LAZY),
         most=1,
     ),
     Claim(
         "lazy: a fork then, to the kernel's own copying",
-        *("scale", "fork_ns", LAZY | MILLION, {"peer": "left to the kernel"}),
+        *("scale", "fork_ns", LAZY | MILLION, {"peer": "copied by the kernel"}),
         most=1.3,
         aim=1.1,
     ),

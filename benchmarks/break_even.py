@@ -3,7 +3,7 @@
 python -m rdmafork.benchmarks.break_even [--quick] [--json FILE] [--plot DIR]
 
 Runs of k pages each, amid other memory, on base pages and on transparent huge pages, all pinned
-through io_uring: fork() with the runs left to the kernel (the floor) and marked by
+through io_uring: fork() with the runs copied by the kernel (the floor) and marked by
 madvise(MADV_DONTFORK), in turns in one process, so that nothing but the marks differs; registered
 with rdmafork, lazily, whose children reserve the addresses too; and with nothing pinned. What a
 fork costs is the processor's time that parent and child take until the child, which does nothing,
@@ -49,7 +49,7 @@ MEASURES: dict[str, Callable[[float], str]] = {
     "mark_ns": terminal.nanoseconds,  # to mark a run, and to unmark it
     "marked": "{:.0%}".format,  # of the runs
 }
-FLOOR, MARKED, ENGINE, UNPINNED = "left to the kernel", "marked", "rdmafork lazy", "not pinned"
+FLOOR, MARKED, ENGINE, UNPINNED = "copied by the kernel", "marked", "rdmafork lazy", "not pinned"
 PEERS: dict[str, Environment] = {MARKED: {}, ENGINE: {"RDMAFORK_MODE": "lazy"}, UNPINNED: {}}
 ORDER = (FLOOR, MARKED, ENGINE, UNPINNED)
 MEMORY = ("base pages", "transparent huge pages")
@@ -198,8 +198,8 @@ def table(document: Document) -> Iterator[str]:
         }
         marks = {row["pages"]: row["marked"] for row in rows if row["peer"] == ENGINE}
         yield (
-            f"better left to the kernel: {below(saved[MARKED])}; with the addresses reserved "
-            f"in the child {below(saved[ENGINE])}; rdmafork leaves it {below(marks)}"
+            f"cheaper copied by the kernel: {below(saved[MARKED])}; with the addresses reserved "
+            f"in the child {below(saved[ENGINE])}; unmarked by rdmafork: {below(marks)}"
         )
         yield ""
 

@@ -50,7 +50,7 @@ MEASURES: dict[str, Callable[[float], str]] = {
     "fork_ns": terminal.milliseconds,
     "mappings": "{:,}".format,
 }
-FLOOR = "left to the kernel"
+FLOOR = "copied by the kernel"
 MARKING = ("libibverbs", "rdmafork eager", "rdmafork lazy")
 PEERS = {FLOOR: Way(Peer)} | {name: WAYS[name] for name in MARKING}
 ARENA, PIECE, STEP = 64 << 20, 64 << 10, 64

@@ -107,7 +107,7 @@ void rf_child_fault_tell_refused(const struct rf_refused *refused)
 	} else {
 		put(&line, "the kernel refuses, error ");
 		put_number(&line, (uint64_t)-refused->error, 10);
-		put(&line, ". These pages are absent.\n");
+		put(&line, ". The child does not have these pages.\n");
 	}
 	say(&line);
 }
@@ -126,7 +126,7 @@ static void put_registration(struct line *line, const struct kept *from, const s
 		put_address(line, area->start);
 		put(line, "-");
 		put_address(line, area->end);
-		put(line, ", pages that it registered");
+		put(line, ", pages that its parent registered");
 		return;
 	}
 	put_address(line, slot->start);
@@ -134,7 +134,7 @@ static void put_registration(struct line *line, const struct kept *from, const s
 	put_address(line, slot->end);
 	put(line, " (");
 	put_number(line, slot->end - slot->start, 10);
-	put(line, " bytes), which it registered");
+	put(line, " bytes), which its parent registered");
 	index = (uint32_t)(slot - (const struct rf_slot *)from->slots.items);
 	if (index < from->origins.capacity && origin[index].serial == slot->serial) {
 		put(line, " at ");
@@ -150,7 +150,7 @@ static void put_all(struct line *line, const struct kept *from, const struct rf_
 	put_number(line, (uint64_t)rf_sys_pid(), 10);
 	put(line, " touched ");
 	put_address(line, address);
-	put(line, ": fork() left this memory with the parent, ");
+	put(line, ": a child does not inherit this memory, ");
 	put_registration(line, from, area, address);
 	put(line, ". A child that needs it: use shared memory, register with on_fork=\"wipe\" or "
 		  "\"keep\", or copy it before fork().\n");

@@ -123,7 +123,7 @@ static bool put_start(struct line *line, const struct rf_error *error)
 		    error->text);
 		return true;
 	case RF_CAUSE_ENVIRONMENT:
-		put(line, "%s in the environment means nothing; RDMAFORK_MODE is auto, lazy or "
+		put(line, "%s in the environment is not valid; RDMAFORK_MODE is auto, lazy or "
 			  "eager, RDMAFORK_TRUST_COPYING and RDMAFORK_EXPLAIN_FAULTS 0 or 1",
 		    error->text);
 		return true;
@@ -134,13 +134,13 @@ static bool put_start(struct line *line, const struct rf_error *error)
 		return true;
 	case RF_CAUSE_OTHER_ENGINE:
 		put(line, "another copy of rdmafork runs in this process, %s; two would undo each "
-			  "other's advice: load one only",
+			  "other's marks: load one only",
 		    error->text);
 		return true;
 	case RF_CAUSE_LIBRARY:
-		put(line, "the calls of a libibverbs cannot be taken over: %s; run the program by "
-			  "rdmafork exec, or intercept (in Python fork_init(intercept=True), in C "
-			  "rf_intercept()) before anything calls ibv_fork_init() and without "
+		put(line, "the calls of a libibverbs cannot be taken over: %s; run the program "
+			  "with rdmafork exec, or intercept (in Python fork_init(intercept=True), "
+			  "in C rf_intercept()) before anything calls ibv_fork_init() and without "
 			  "RDMAV_FORK_SAFE and IBV_FORK_SAFE, or register the same memory here too",
 		    error->text);
 		return true;
@@ -157,7 +157,7 @@ static void put_text(struct line *line, int rc, const struct rf_error *error)
 		    error->nbytes, (size_t)error->address,
 		    (size_t)error->start, error->text);
 	else if (error->cause == RF_CAUSE_WRAP)
-		put(line, "address 0x%zx + %zu bytes leaves the address space",
+		put(line, "address 0x%zx + %zu bytes is beyond the address space",
 		    (size_t)error->address, error->nbytes);
 	else if (rc == -EDEADLK)
 		put(line, "called by a signal handler that interrupted rdmafork itself; call it "

@@ -17,7 +17,7 @@
  * Every function may be called from any thread at any time, other libraries'
  * fork handlers included. From a signal handler that interrupted the engine in
  * the same thread, rf_register() and rf_release() return -EDEADLK; fork() works.
- * Functions return >= 0, or a negated errno; errno itself is left alone.
+ * Functions return >= 0, or a negated errno; errno itself does not change.
  * After any failure the state is as it was before the call.
  */
 #ifndef RDMAFORK_H
@@ -45,8 +45,8 @@ extern "C" {
 
 /*
  * Changes when a caller compiled against an older header would misbehave. The symbols
- * carry it as their version (RDMAFORK_5): glibc's loader refuses what was linked with
- * another. musl's does not look: compare rf_abi().
+ * carry it as their version (RDMAFORK_5): glibc's loader refuses a program that was
+ * linked with another. musl's does not look: compare rf_abi().
  */
 #define RF_ABI 5
 
@@ -63,7 +63,7 @@ enum rf_mode {
  * RF_WIPE, and RF_WIPE over RF_KEEP. Shared memory stays shared.
  */
 enum rf_policy {
-	RF_OMIT = 0,		/* nothing: the pages are absent */
+	RF_OMIT = 0,		/* nothing: the pages are not inherited */
 	RF_WIPE = 1,		/* zeros, which are the child's own */
 	RF_KEEP = 2,		/* a copy: the kernel's, where it can be trusted */
 	RF_POLICIES = 3,
@@ -73,15 +73,15 @@ enum rf_policy {
 #define RF_HELD		1u	/* it stays mapped, as it is, until rf_release() */
 /* Return -EAGAIN rather than wait for a lock or enter the kernel. */
 #define RF_NOWAIT	2u
-/* What may be mapped from a descriptor is not for children either. */
+/* Children do not get what is mapped from the descriptor either. */
 #define RF_MAPPED	4u
-/* With rf_release(), before rf_fork_init(): that may follow as if nothing had been registered. */
+/* With rf_release(), before rf_fork_init(): later that works as if nothing had been registered. */
 #define RF_UNDO		8u
 
 /* Why a call failed, where the errno that it returns can have several causes. */
 enum rf_cause {
 	RF_CAUSE_NONE = 0,
-	RF_CAUSE_WRAP,		/* EOVERFLOW: address + nbytes leaves the address space */
+	RF_CAUSE_WRAP,		/* EOVERFLOW: address + nbytes is beyond the address space */
 	RF_CAUSE_POLICY,	/* EINVAL: unknown; ENOTSUP: RF_KEEP, copying is not trusted */
 	RF_CAUSE_HOLE,		/* ENOMEM: [start, end) of the range is not mapped */
 	RF_CAUSE_VMA_LIMIT,	/* ENOMEM: over half of vm.max_map_count, or no memory for it */
@@ -155,9 +155,9 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error);
 RF_API enum rf_mode rf_mode(void);
 
 /*
- * Register [@address, @address + @nbytes). @flags says whether the memory is
- * held: without RF_HELD it may be unmapped before it is released, so its pages are
- * marked at once in either mode. The first registration reads RDMAV_FORK_SAFE
+ * Register [@address, @address + @nbytes). With RF_HELD in @flags the
+ * memory stays mapped until it is released. Without it the memory may be unmapped before,
+ * so its pages are marked at once in either mode. The first registration reads RDMAV_FORK_SAFE
  * and IBV_FORK_SAFE; if one is set it calls rf_fork_init() and fails as that does.
  * Returns 1 if the memory is protected, 0 if rf_fork_init() was never called;
  * *@handle names the registration. @nbytes may be 0.
@@ -187,10 +187,10 @@ RF_API int rf_release(struct rf_handle handle, unsigned int flags);
 RF_API void rf_ranges_own(int yes);
 
 /*
- * In a forked child that touches memory kept from it, one line on stderr says so before it
- * dies: address, registration, what to do. The child's fork handler puts a SIGSEGV action in
+ * A forked child that touches memory it did not inherit dies. One line on stderr says why
+ * before: address, registration, what to do. The child's fork handler puts a SIGSEGV action in
  * front of the one there is. A program that installs its own later calls this after that.
- * 1: ours is in front. 0: nothing is kept from this process, SIGSEGV is ignored, or
+ * 1: ours is in front. 0: this process inherited everything, SIGSEGV is ignored, or
  * RDMAFORK_EXPLAIN_FAULTS=0 was in the environment at rf_fork_init(). -EDEADLK.
  */
 RF_API int rf_explain_faults(void);
@@ -228,7 +228,7 @@ struct rf_library {
  * Where this library is not found first: take over the calls that every libibverbs in
  * the process makes to its own fork support. Those loaded later follow at the next
  * fork, ibv_fork_init() or rf_libraries(). What they have marked before stays marked.
- * Returns how many are served. -ENOTSUP: one cannot be served; the others are.
+ * Returns how many are intercepted. -ENOTSUP: one cannot be; the others are.
  * -EDEADLK.
  */
 RF_API int rf_intercept(struct rf_error *error);
@@ -246,12 +246,12 @@ RF_API const char *rf_library_why_text(uint8_t why);
 /* 1 live and protected, 0 live and not protected, -ESTALE, -ECHILD. */
 RF_API int rf_handle_state(struct rf_handle handle);
 
-/* A number that is another in every forked child, raw clone() included. */
+/* A number that changes in every forked child, raw clone() included. */
 RF_API uint32_t rf_generation(void);
 
 /*
- * A forked child gets /dev/null in the place of descriptor @fd, before fork()
- * returns there: a device's, through which it would reach the parent's objects.
+ * Give forked children /dev/null in the place of descriptor @fd, before fork() returns
+ * there. @fd is a device's: through it a child would reach the parent's objects.
  * A mapping keeps a file open too: with RF_MAPPED in @flags, in this call or a later
  * one, private zeros also take the place of all that is mapped from the file. The child
  * looks for that, a microsecond for each of its mappings. Works without rf_fork_init().
@@ -303,7 +303,7 @@ struct rf_stats {
 	uint64_t marked_bytes;
 	uint64_t vmas;			/* upper bound of VMAs the marks add */
 	uint64_t vma_budget;		/* no mark goes beyond it: half of vm.max_map_count */
-	uint64_t left_ranges;		/* could be marked, left to the kernel's copying */
+	uint64_t left_ranges;		/* could be marked, but copied by the kernel */
 	uint64_t left_bytes;
 	uint64_t unreleased_bytes;	/* released, still marked: children lack them */
 	uint64_t madvise_calls;		/* since fork_init, process_madvise() included */
@@ -322,8 +322,8 @@ RF_API int rf_stats(struct rf_stats *stats);
 
 /*
  * Points to the bytes that the live registrations touch, in whole pages and each counted by
- * itself: VmPin is no more, unless somebody pins what is not registered. For those who read
- * another process's memory, as "rdmafork doctor --pid" does.
+ * itself: VmPin is no more, unless somebody pins what is not registered. For programs
+ * that read another process's memory, as "rdmafork doctor --pid" does.
  */
 RF_API extern const uint64_t *const rf_registered_bytes;
 

@@ -65,7 +65,7 @@ cdef dict MODE_NAMES = {RF_MODE_LAZY: "lazy", RF_MODE_EAGER: "eager"}
 cdef tuple POLICY_NAMES = ("omit", "wipe", "keep")
 cdef tuple PROTECTION_NAMES = (None, "advice", "kernel", "pending", "shared")
 cdef tuple HOW_NAMES = ("version", "netlink", "probe", "environment")
-cdef tuple FATES = ("is absent", "was wiped", "is a copy")
+cdef tuple FATES = ("is not inherited", "was wiped", "is a copy")
 cdef str OMIT = "omit"
 
 cdef bint warned = False  # of registrations nothing protects
@@ -382,7 +382,7 @@ def register(buffer, *, on_fork="omit"):
     or a CPU tensor with ``__dlpack__``. It may be empty.
 
     on_fork: what a child gets of the pages that the registration fills. "omit":
-    nothing, they are absent. "wipe": zeros. "keep": a copy, which the kernel makes,
+    nothing, they are not inherited. "wipe": zeros. "keep": a copy, which the kernel makes,
     so fork() is slow. Where registrations overlap, omit wins over wipe, and wipe
     over keep. Of a page that no single registration fills, the child gets a copy,
     registered bytes included. Shared memory stays shared.
@@ -414,7 +414,7 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
     its pages are marked when this returns, in lazy mode too.
 
     Raises as register() does; ValueError for a negative number, OverflowError
-    when address + nbytes leaves the address space.
+    when address + nbytes is beyond the address space.
     """
     cdef rf_policy policy = <rf_policy>policy_of(on_fork)
     address = index(address)
@@ -423,7 +423,7 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
         raise ValueError(f"address and nbytes must not be negative: {address}, {nbytes}")
     if address > UINT64_MAX or nbytes > UINT64_MAX:  # C has no such numbers
         raise OverflowError(
-            f"address 0x{address:x} + {nbytes} bytes leaves the address space")
+            f"address 0x{address:x} + {nbytes} bytes is beyond the address space")
     cdef Registration self = Registration.__new__(Registration)
     self.start = address
     self.length = nbytes

@@ -181,5 +181,5 @@ def port_mtu(device, number):
 
 cdef object mtu_bytes(int mtu):
     if not 1 <= mtu <= 5:
-        raise OSError(ERANGE, f"enum ibv_mtu {mtu} means nothing")
+        raise OSError(ERANGE, f"enum ibv_mtu {mtu} is unknown")
     return 128 << mtu

@@ -89,7 +89,7 @@ class Stats(NamedTuple):
     marked_bytes: bytes in them
     vmas: mappings that the marks add, at most
     vma_budget: half of vm.max_map_count: no mark goes beyond it
-    left_ranges: ranges left to the kernel's copying
+    left_ranges: ranges that could be marked, but are copied by the kernel
     left_bytes: bytes in them
     unreleased_bytes: released, but the kernel has not unmarked them: children lack them
     madvise_calls: system calls made, since the process began

@@ -425,7 +425,7 @@ cdef class ProtectionDomain(Parent):
                     rc = verbs.dealloc_pd(self.pd)
             if rc and rc != EIO:
                 raise OSError(rc, f"{self!r} cannot be closed: " + (
-                    "queue pairs or other objects of its are not destroyed yet"
+                    "queue pairs or other objects in it still exist"
                     if rc == EBUSY else os.strerror(rc)))
         except BaseException:
             set_flag(&self.open, True)
@@ -580,7 +580,7 @@ cdef class MemoryRegion(Registration):
 
     @property
     def lkey(self):
-        """Names it in this process's work requests."""
+        """The key by which this process's work requests name the region."""
         check_usable(self)
         with cython.critical_section(self):
             check_made(self)
@@ -588,7 +588,7 @@ cdef class MemoryRegion(Registration):
 
     @property
     def rkey(self):
-        """Names it in a peer's remote reads, writes and atomics."""
+        """The key by which remote reads, writes and atomics name the region."""
         check_usable(self)
         with cython.critical_section(self):
             check_made(self)
@@ -596,7 +596,7 @@ cdef class MemoryRegion(Registration):
 
     @property
     def handle(self):
-        """The kernel's number for it."""
+        """The kernel's number for the region."""
         check_usable(self)
         with cython.critical_section(self):
             check_made(self)
@@ -604,7 +604,7 @@ cdef class MemoryRegion(Registration):
 
     @property
     def access(self):
-        """What the device may do with it, as Access."""
+        """What the device may do with the region, as Access."""
         check_usable(self)
         return Access(self.access_flags)
 

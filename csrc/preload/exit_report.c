@@ -317,7 +317,7 @@ static void put_line(struct rf_json *json)
 		rf_json_string(json, NULL, report.inherited);
 	put_warnings(json);
 	if (!known)
-		rf_json_string(json, NULL, "rdmafork: ended inside the engine: not all is counted");
+		rf_json_string(json, NULL, "rdmafork: ended inside the engine: incomplete counts");
 	rf_json_close(json, ']');
 	rf_fork_callers_put(json, "fork_callers");
 	rf_json_close(json, '}');

@@ -617,7 +617,7 @@ RF_API const char *rf_library_why_text(uint8_t why)
 	case RF_WHY_TRACKS:
 		return "its own fork support protects memory already";
 	case RF_WHY_CODE:
-		return "it calls its range functions directly, and they are not known ones";
+		return "it calls its range functions directly, and their code is not known";
 	case RF_WHY_MACHINE:
 		return "it calls its range functions directly, on a machine that is not x86-64";
 	default:
@@ -644,7 +644,7 @@ int rf_intercept_all(const struct rf_ibv_functions *ours, struct rf_error *error
 			error->cause = RF_CAUSE_LIBRARY;
 			snprintf(error->text, sizeof(error->text), "%.100s (loaded for %.60s): %s",
 				 library->path,
-				 *library->user ? library->user : "what is not known",
+				 *library->user ? library->user : "an unknown object",
 				 rf_library_why_text(library->why));
 		}
 	}

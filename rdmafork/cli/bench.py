@@ -29,8 +29,8 @@ NAME it runs all of these:
 
 {_listed()}
 
-What this machine cannot run is skipped, with the reason. "1.20x" is relative to
-the line of the same column that has 1.00x.
+Benchmarks that this machine cannot run are skipped, with the reason. "1.20x" is
+relative to the line of the same column that has 1.00x.
 """
 
 EPILOG = """\

@@ -44,7 +44,7 @@ def _head(report: Report) -> Iterator[str]:
     )
     yield from _wrap(what)
     if report["pins_forbidden"]:
-        no_pins = f"NO PINS: {report['pins_forbidden']}. What needs pinned pages is not checked."
+        no_pins = f"NO PINS: {report['pins_forbidden']}. Checks that need pinned pages are skipped."
         yield from _wrap(no_pins)
 
 

@@ -105,7 +105,7 @@ class Process:
             return _cost(pinned, mappings, self._registered(engine))
         except (OSError, NotElf) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            text = f"{size(pinned)} is pinned; what of it is registered cannot be read: {why}"
+            text = f"{size(pinned)} is pinned; how much of it is registered cannot be read: {why}"
             return skipped("cost of a fork()", text, f"sudo rdmafork doctor --pid {self.pid}")
 
     def _registered(self, engine: Mapping) -> int:
@@ -113,7 +113,7 @@ class Process:
         with self._elf(engine.path) as elf:
             symbol, nbytes = elf.address_of("rf_registered_bytes"), elf.machine.bits // 8
         if symbol is None:
-            raise NotElf("it runs an rdmafork that does not tell")
+            raise NotElf("it runs a version of rdmafork that does not say")
         with open(f"{self.directory}/mem", "rb", buffering=0) as memory:
 
             def read(at: int, count: int) -> int:
@@ -138,7 +138,7 @@ class Process:
         names = sorted(os.path.basename(p) for p in found if p.startswith("/dev/infiniband/"))
         text = f"{', '.join(names)} open" if names else "none is open"
         if any(name.startswith("uverbs") for name in names) and not self._has_libibverbs(mappings):
-            cure = "link it with libibverbs.so: rdmafork exec cannot serve a static libibverbs"
+            cure = "link it with libibverbs.so: rdmafork exec cannot intercept a static libibverbs"
             text += ", and no libibverbs.so is there: what is registered there is not protected"
             return warning(what, text, cure)
         return ok(what, text)

@@ -72,7 +72,7 @@ class Elf:
                 raise NotElf(f"{path} is empty") from None
         if self._data[:4] != b"\x7fELF" or len(self._data) < 52:
             self._data.close()
-            raise NotElf(f"{path} is no ELF file")
+            raise NotElf(f"{path} is not an ELF file")
         order = ">" if self._data[5] == 2 else "<"
         number = int.from_bytes(self._data[18:20], "big" if order == ">" else "little")
         self.machine: Machine = Machine(64 if self._data[4] == 2 else 32, order, number)

@@ -156,9 +156,9 @@ def _troubles(line: dict[str, Any]) -> Iterator[str]:
         kernel = line.get("kernel") or {}
         does = "copies" if kernel.get("copy_trusted") else "may lose"
         pinned = f"{terminal.size(nbytes)} pinned by something that does not call libibverbs"
-        yield f"{pinned}; fork() {does} what of it is private"
+        yield f"{pinned}; fork() {does} the private part of it"
     elif line.get("pinned_elsewhere", 0) is None:
-        yield "what is pinned could not be read in /proc"
+        yield "/proc could not be read for how much is pinned"
     if _part(line, "device_unserved", "total"):
         yield "a device was open and no libibverbs was found: what it registered is not protected"
 

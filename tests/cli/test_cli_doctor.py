@@ -546,7 +546,7 @@ def test_what_is_registered_there_cannot_be_read():
         found = {row.what: row for row in doctor_process.Process(process.pid).rows()}
         process.kill()
     row = found["cost of a fork()"]._asdict()
-    expect(row, "skipped", "1 MiB is pinned; what of it is registered cannot be read", "sudo")
+    expect(row, "skipped", "1 MiB is pinned; how much of it is registered cannot be read", "sudo")
 
 
 def test_a_device_that_no_libibverbs_serves():

@@ -118,7 +118,7 @@ def test_what_is_pinned_without_calls_that_arrive_here_is_told(tmp_path, capsys,
     assert status == 1
     shown = " ".join(capsys.readouterr().out.split())
     trusted = rdmafork.kernel_info().copy_on_fork_trusted and not env
-    does = "fork() copies what of it is private" if trusted else "fork() may lose what of it"
+    does = "fork() copies the private part" if trusted else "fork() may lose the private part"
     assert "256 KiB pinned by something that does not call libibverbs" in shown
     assert does in shown and "0 bytes unmarked, so copied by the kernel" not in shown
 
@@ -152,7 +152,7 @@ def test_what_the_kernel_could_not_be_asked_is_no_zero(tmp_path, capsys):
     assert json.loads(text)["pinned_elsewhere"] is None
     (tmp_path / "r.json").write_text(text)
     assert main(["report", str(tmp_path / "r.json")]) == 1
-    assert "what is pinned could not be read in /proc" in capsys.readouterr().out
+    assert "/proc could not be read for how much is pinned" in capsys.readouterr().out
 
 
 @needs_pins

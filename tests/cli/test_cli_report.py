@@ -135,9 +135,9 @@ def test_a_broken_line_is_told_and_the_others_are_read(report, broken, why):
     ("changed", "told"),
     [
         ({"kernel": {"copy_trusted": 1}}, "64 MiB pinned by something that does not call"),
-        ({"kernel": {"copy_trusted": 1}}, "fork() copies what of it is private"),
-        ({"kernel": {"copy_trusted": 0}}, "fork() may lose what of it is private"),
-        ({"pinned_elsewhere": None}, "what is pinned could not be read in /proc"),
+        ({"kernel": {"copy_trusted": 1}}, "fork() copies the private part of it"),
+        ({"kernel": {"copy_trusted": 0}}, "fork() may lose the private part of it"),
+        ({"pinned_elsewhere": None}, "/proc could not be read for how much is pinned"),
         ({"device_unserved": 1, "pinned_elsewhere": {}}, "a device was open and no libibverbs"),
     ],
 )

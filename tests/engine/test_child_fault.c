@@ -88,7 +88,7 @@ static void check_told(void)
 	char expected[200];
 
 	snprintf(expected, sizeof(expected),
-		 " touched 0x%lx: fork() left this memory with the parent, 0x%lx-0x%lx (%zu bytes)",
+		 " touched 0x%lx: a child does not inherit this memory, 0x%lx-0x%lx (%zu bytes)",
 		 (unsigned long)memory + 3 * check_page + 5, (unsigned long)memory + check_page,
 		 (unsigned long)memory + (PAGES - 1) * check_page, (PAGES - 2) * check_page);
 	CHECK(strstr(said, expected), "%s", said);
@@ -639,7 +639,7 @@ static void one_of_many_is_found(void)
 	memory = many + (count - 7) * check_page;
 	CHECK(run_child(touch) == -SIGSEGV);
 	memory += 3 * check_page;
-	snprintf(expected, sizeof(expected), " with the parent, 0x%lx-0x%lx (%zu bytes)",
+	snprintf(expected, sizeof(expected), " not inherit this memory, 0x%lx-0x%lx (%zu bytes)",
 		 (unsigned long)memory, (unsigned long)memory + check_page, check_page);
 	CHECK(strstr(said, expected) && count_lines() == 1, "%s", said);
 }

@@ -260,7 +260,7 @@ def test_code_that_is_not_known_is_not_changed(build):
 
 def _other_code(path):
     library = load(path)
-    with pytest.raises(OSError, match="they are not known ones") as caught:
+    with pytest.raises(OSError, match="their code is not known") as caught:
         rdmafork.fork_init(intercept=True)
     assert caught.value.errno == errno.ENOTSUP
     assert library.ibv_fork_init() == 0

@@ -323,7 +323,7 @@ def test_the_libraries_and_what_came_through(report, build):
     first, second = line["libraries"]
     assert first == {"path": paths[0], "how": "patched", "why": None}
     assert (second["path"], second["how"]) == (paths[1], "refused")
-    assert "they are not known ones" in second["why"]
+    assert "their code is not known" in second["why"]
     assert line["ranges"] == {"calls": 6, "live": 1}
     assert line["registrations"] == {"total": 3, "live": 1}
     assert line["unbalanced"] == 1

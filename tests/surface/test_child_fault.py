@@ -56,7 +56,7 @@ def test_a_child_says_why_it_dies(tmp_path):
 
 def test_the_line_that_registers_is_named_if_it_is_traced(tmp_path):
     said = stderr_of(BEGIN + FORK.format("pass"), tmp_path, RDMAFORK_TRACE_REGISTRATIONS="1")
-    assert f"which it registered at {tmp_path}/train.py:5." in said
+    assert f"which its parent registered at {tmp_path}/train.py:5." in said
     said = stderr_of(BEGIN + FORK.format("pass"), tmp_path, RDMAFORK_TRACE_REGISTRATIONS="0")
     assert lines(said) and "train.py" not in said
 

@@ -209,7 +209,7 @@ def test_shared_memory_is_kept_whatever_is_wished(mode):
 @fresh
 def test_an_inherited_registration_says_what_became_of_its_memory():
     rdmafork.fork_init()
-    words = {"omit": "is absent", "wipe": "was wiped", "keep": "is a copy"}
+    words = {"omit": "is not inherited", "wipe": "was wiped", "keep": "is a copy"}
     for on_fork, word in words.items():
         registration = register(mapped(PAGE)[0], on_fork=on_fork)
 

@@ -166,22 +166,22 @@ cdef class Buffer(Registration):
     nbytes: the length of its views. The memory behind them takes whole pages, which
     nothing else shares, between guard pages that fault when touched.
 
-    page_size: None, base pages, or from 2 MiB on memory that is aligned and advised to
-    become transparent huge pages (which take a tenth of the page faults or less); the
-    base page size, base pages only; one of kernel_info().huge_page_sizes, huge pages
-    of the kernel's pool.
+    page_size: None means base pages; from 2 MiB on, aligned memory that asks for
+    transparent huge pages (which take a tenth of the page faults or less). The base page
+    size means base pages only. One of kernel_info().huge_page_sizes means huge pages of
+    the kernel's pool.
 
-    on_fork: what a child gets of the memory, all of its pages, as register() takes it.
+    on_fork: what a child gets of all its pages, as in register().
 
-    shared: children have the memory too: they read and write the same pages, by views
-    that they inherit or make of this Buffer, and so do other processes with attach().
-    There is no on_fork then.
+    shared: children inherit the memory. They read and write the same pages, by views
+    that they inherit or make of this Buffer. So do other processes with attach().
+    on_fork does not apply.
 
     It has the buffer protocol, writable: memoryview(buffer), numpy.frombuffer(),
     torch.frombuffer(), socket.recv_into(). Registering any part of it again, with a
     device or with register(), needs no system call to protect it and no further
     mapping. Making one is a registration: before fork_init() it is not protected,
-    and gives a warning once.
+    and raises a warning once.
 
     Any thread may use and close it. If it is never closed, the memory is freed with
     the last view. In a forked child, unless it is shared, making views raises
@@ -248,13 +248,13 @@ cdef class Buffer(Registration):
 
     @staticmethod
     def attach(fileno, /):
-        """A Buffer of the shared memory behind a descriptor that fileno() gave.
+        """Make a Buffer of the shared memory behind a descriptor that fileno() returned.
 
         For a process that did not inherit the Buffer. The descriptor may be another
         process's, received by socket.recv_fds() or inherited by a program (pass_fds of
-        subprocess); it stays the caller's. The memory lives until all Buffers of it,
-        and their descriptors, are closed, whoever made it. The Buffer is as long as the
-        first one was, and of huge pages a whole number of pages.
+        subprocess); it stays the caller's. The memory lives until all its Buffers,
+        and their descriptors, are closed, in every process. The Buffer is as long as the
+        first one; with huge pages it is a whole number of pages long.
 
         ValueError: the descriptor is not of a shared Buffer's memory. OSError as for
         making one; EBADF.
@@ -356,7 +356,7 @@ cdef class Buffer(Registration):
     def fileno(self):
         """The descriptor of the shared memory, for attach() in another process.
 
-        It is the Buffer's own, closed with it, and no program inherits it unasked.
+        It belongs to the Buffer and is closed with it. A new program inherits it only on request.
 
         ValueError: the Buffer is not shared.
         """

@@ -97,8 +97,8 @@ cdef class Borrowed:
 cdef class Registration:
     """Memory whose pages fork() does not move, from register() until close().
 
-    It holds its buffer: until it is closed, Python can neither free nor resize the
-    memory. It is a context manager, and closed by the garbage collector at the
+    It keeps a reference to its buffer: until it is closed, Python can neither free nor
+    resize the memory. It is a context manager. The garbage collector closes it at the
     latest. Any thread may use and close it.
 
     In a forked child using it raises InheritedError; closing it there does nothing
@@ -129,7 +129,7 @@ cdef class Registration:
         raise TypeError("a Registration cannot be pickled: it names memory of this process")
 
     def close(self):
-        """End the registration and let go of the buffer.
+        """End the registration, and drop the reference to the buffer.
 
         When this returns, pages that no other registration touches are ordinary memory
         again. A second call does nothing. OSError: EDEADLK called by a signal handler
@@ -152,7 +152,7 @@ cdef class Registration:
 
     @property
     def obj(self):
-        """The object that holds the memory: the buffer, the tensor, the owner, or None."""
+        """The object that keeps the memory: the buffer, the tensor, the owner, or None."""
         check_usable(self)
         with cython.critical_section(self):
             check_usable(self)
@@ -176,7 +176,7 @@ cdef class Registration:
 
     @property
     def on_fork(self):
-        """What a child gets of the pages it fills: "omit", "wipe" or "keep"."""
+        """What a child gets of the pages that the registration fills: "omit", "wipe" or "keep"."""
         check_usable(self)
         return POLICY_NAMES[self.policy]
 
@@ -410,7 +410,7 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
     """Register nbytes of memory at an address.
 
     owner: an object that keeps the memory mapped while it lives; the registration
-    holds a reference to it. Without one the memory might be unmapped at any time, so
+    keeps a reference to it. Without one the memory might be unmapped at any time, so
     its pages are marked when this returns, in lazy mode too.
 
     Raises as register() does; ValueError for a negative number, OverflowError
@@ -446,8 +446,8 @@ def _load_all():
 def fork_init(mode="auto", *, intercept=False):
     """Start protecting registered memory, before the first registration.
 
-    mode: "lazy", a fork handler marks pages, for the kernel to keep them from the
-    child, just before a fork(), and a registration costs no system call; "eager",
+    mode: "lazy", a fork handler marks the pages just before a fork(), so that the
+    child does not inherit them; a registration costs no system call; "eager",
     pages are marked at every registration; "auto", $RDMAFORK_MODE if set, else lazy
     where the kernel's own copying of pinned pages can be trusted as a safety net
     (Linux 5.19 and later; see kernel_info()), else eager. No RDMA is needed.
@@ -465,7 +465,7 @@ def fork_init(mode="auto", *, intercept=False):
     if it is closed by now, or another mode is in force; ENOTSUP lazy where the
     kernel's copying cannot be trusted; ENOTSUP with intercept: the calls of a
     libibverbs cannot be taken over, so its own fork support stays in force; rdmafork
-    runs all the same and serves the others; EEXIST a second copy of rdmafork runs in
+    starts all the same and intercepts the others; EEXIST a second copy of rdmafork runs in
     this process; ENOMEM.
 
     Source: ibv_fork_init(3).
@@ -549,7 +549,7 @@ def protected_ranges():
 
 
 def stats():
-    """What the engine holds and has done, as Stats."""
+    """The engine's counters, as Stats."""
     from rdmafork._results import Stats
     cdef rf_stats numbers
     cdef int rc

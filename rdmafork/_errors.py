@@ -4,8 +4,8 @@
 class InheritedError(RuntimeError):
     """A forked child used an object that belongs to the parent process.
 
-    The message says what the child has of the memory. Register, or open the device,
-    afresh in the child.
+    The message says what the child gets of the memory. Register the memory, or open the
+    device, in the child itself.
     """
 
     __module__ = "rdmafork"
@@ -21,11 +21,11 @@ class UnprotectedWarning(RuntimeWarning):
 
 
 class SharedPageWarning(RuntimeWarning):
-    """Memory was registered on a page that forked children need, and lack or get too late.
+    """Memory was registered on a page that forked children need, but get too late or never.
 
-    The message says whose page it is: fork()'s own, or malloc()'s. This happens only where
-    partial pages are kept from children: on kernels whose copying at fork cannot be
-    trusted, and with RDMAFORK_TRUST_COPYING=0. Register a Buffer instead.
+    The message says which code uses the page: fork() or malloc(). This happens only where
+    partial pages are marked: on kernels whose copying at fork cannot be trusted, and with
+    RDMAFORK_TRUST_COPYING=0. Register a Buffer instead.
     """
 
     __module__ = "rdmafork"

@@ -66,9 +66,9 @@ class InterceptedLibrary(NamedTuple):
 
     path: the library's file
     needed_by: a library that was linked with it, or None
-    how: "ours": the loader has sent them here (LD_PRELOAD). "rewritten": rdmafork has changed
-        the slots that it calls through. "patched": it has no slots, and a jump lies over its
-        two functions. "refused": neither is possible, and its own fork support stays as it is.
+    how: "ours": the loader sends its calls here (LD_PRELOAD). "rewritten": rdmafork changed
+        the slots that it calls through. "patched": it has no slots, so rdmafork wrote a jump
+        over its two functions. "refused": neither is possible, and its own fork support works.
     why: the reason if it is refused
     """
 
@@ -79,7 +79,7 @@ class InterceptedLibrary(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """What the engine of this process holds and has done; see stats().
+    """Counters of this process's engine; see stats().
 
     mode: "lazy", "eager", or None before fork_init()
     registrations: live
@@ -91,18 +91,17 @@ class Stats(NamedTuple):
     vma_budget: half of vm.max_map_count: no mark goes beyond it
     left_ranges: ranges that could be marked, but are copied by the kernel
     left_bytes: bytes in them
-    unreleased_bytes: released, but the kernel has not unmarked them: children lack them
+    unreleased_bytes: released, but the kernel has not unmarked them: children do not inherit them
     madvise_calls: system calls made, since the process began
     query_calls: questions asked of /proc
     forks: through libc, since fork_init()
     forks_unprepared: besides these, while the engine was busy: nothing new was marked
     engine_bytes: memory the engine's own tables take
-    ibv_ranges: registrations made by others through ibv_dontfork_range(), live
+    ibv_ranges: live registrations that other code made through ibv_dontfork_range()
     ibv_calls: calls of ibv_dontfork_range() and ibv_dofork_range() that came here
-    ibv_unbalanced: of these, releases of what was not registered
-    gone_bytes: kept from children, and unmapped before their release or moved by mremap(),
-        which takes the mark along: as realloc() of a large block does, then children lack it at
-        its new place
+    ibv_unbalanced: of these, releases of ranges that were not registered
+    gone_bytes: marked, and unmapped or moved by mremap() before their release. mremap() keeps
+        the mark, also in realloc() of a large block: children do not inherit it at its new place
     ibv_libraries: since fork_init(intercept=True)
     """
 
@@ -140,7 +139,7 @@ class KernelInfo(NamedTuple):
         kernel does with a page) or "environment" (RDMAFORK_TRUST_COPYING=0)
     page_size: bytes of a base page
     huge_page_sizes: bytes, of each kind of huge page in the pool, ascending
-    procmap_query: what is mapped can be asked address by address (6.11)
+    procmap_query: the kernel answers what is mapped at an address (6.11)
     process_madvise: one system call marks many ranges
     max_map_count: vm.max_map_count
     memlock: RLIMIT_MEMLOCK, soft and hard, in bytes; -1: unlimited

@@ -232,11 +232,11 @@ cdef class Context(Parent):
     another so closely that it cannot be opened between two; others say what keeps
     this process from using the device, as Device.problem does.
 
-    Closing it first closes what was made from it. Any thread may use and close
+    Closing it first closes the objects made from it. Any thread may use and close
     it; a close waits for registrations under way in other threads. In a forked
     child using it raises InheritedError, it makes no verbs call, and its
     descriptors are /dev/null before fork() returns; a child may open the device
-    afresh.
+    itself.
 
     Source: ibv_open_device(3).
     """
@@ -260,7 +260,7 @@ cdef class Context(Parent):
             close_context(self.context)
 
     def close(self):
-        """Close what was made from it, then the device. A second call does nothing.
+        """Close the objects made from it, then the device. A second call does nothing.
 
         OSError: EBUSY as for ProtectionDomain.close(); EDEADLK called by a finalizer of
         what this thread's closing of a domain of it lets go of. It stays open.
@@ -365,9 +365,9 @@ cdef ibv_context *open_between_forks(bytes name, object guid) except NULL:
 @cython.final
 @cython.no_gc_clear  # It is finalized before its context is deallocated.
 cdef class ProtectionDomain(Parent):
-    """What regions and queue pairs must share to work together. A context manager.
+    """A protection domain: regions and queue pairs work together only in one. A context manager.
 
-    Made by Context.alloc_pd(), or by from_address() from one of other code. Threads,
+    Context.alloc_pd() makes one; from_address() wraps one that other code made. Threads,
     forks and closing: as Context.
 
     Source: ibv_alloc_pd(3).
@@ -391,11 +391,11 @@ cdef class ProtectionDomain(Parent):
 
     @staticmethod
     def from_address(address, *, owner=None):
-        """The protection domain at a struct ibv_pd's address, of other code.
+        """Wrap the protection domain that other code made, at the address of its struct ibv_pd.
 
-        Closing this object does not close that domain, which must live longer; owner
-        is held meanwhile. rdmafork does not replace the descriptors of its context in
-        children. Regions made here are as any others. ValueError: address 0.
+        Closing this object does not close that domain, which must live longer; this object
+        keeps a reference to owner. rdmafork does not replace the descriptors of its context in
+        children. Regions made here are like any others. ValueError: address 0.
         """
         cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
         cdef uintptr_t pd = index(address)
@@ -448,7 +448,7 @@ cdef class ProtectionDomain(Parent):
             leave(self)
 
     def register(self, buffer, access=None, on_fork="omit"):
-        """Register a buffer with the device: a MemoryRegion, which fork() leaves alone.
+        """Register a buffer with the device, as a MemoryRegion; fork() does not move its pages.
 
         buffer, on_fork: as rdmafork.register() takes them. access: Access flags;
         None is LOCAL_WRITE where the buffer is writable, else none.
@@ -544,10 +544,10 @@ cdef int unpin(ibv_mr *mr) noexcept:
 @cython.final
 @cython.no_gc_clear  # It is finalized before its domain is deallocated.
 cdef class MemoryRegion(Registration):
-    """Memory a device may use, and that fork() leaves alone, until close().
+    """Memory that a device may use, and that fork() does not move, until close().
 
-    A Registration; made by ProtectionDomain.register(). The keys name it to the
-    device, lkey in this process's work requests, rkey in its peers'.
+    A Registration; made by ProtectionDomain.register(). The device knows it by
+    two keys: lkey in this process's work requests, rkey in those of remote processes.
     """
     cdef ProtectionDomain domain
     cdef Link link
@@ -568,7 +568,7 @@ cdef class MemoryRegion(Registration):
             drop_child(self.domain, &self.link)
 
     def close(self):
-        """Deregister it, then end protection and let go of the buffer.
+        """Deregister it, then end protection and drop the reference to the buffer.
 
         A second call does nothing. OSError: the device refuses (EBUSY: memory windows
         are bound to it); then it is registered as before.

@@ -333,7 +333,7 @@ def test_a_static_program_is_refused(compiled):
 
 def test_a_32_bit_program_is_refused(compiled):
     status, text = refused(compiled("small", "-m32"))
-    assert status == 126 and "is 32-bit" in text
+    assert status == 126 and "is for 32-bit" in text
 
 
 def test_a_program_of_another_machine_is_refused(compiled, tmp_path):

@@ -20,7 +20,7 @@ def name_columns(app: Sphinx, doctree: nodes.document, docname: str) -> None:
         names = [name_of(entry) for entry in head.findall(nodes.entry)]
         for row in body.findall(nodes.row):
             for name, entry in list(zip(names, row.children, strict=True))[1:]:
-                if entry.children and name:
+                if name and entry.astext():
                     entry.children[0].insert(0, nodes.inline(text=name, classes=["column"]))
 
 

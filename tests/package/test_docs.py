@@ -83,7 +83,8 @@ def promises():
 def evidence():
     """docs/evidence.md: {promise, or a limit's title: {column, or "": [tests]}}."""
     found = {}
-    for section in re.split(r"^### ", (ROOT / "docs/evidence.md").read_text(), flags=re.M)[1:]:
+    text = (ROOT / "docs/evidence.md").read_text().partition("## The other pages")[0]
+    for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
         entries = found.setdefault(section.partition("\n")[0], {})
         for column, line in re.findall(r"^- (?:([^{]*): )?(\{test\}.*)", section, re.MULTILINE):
             entries.setdefault(column, []).extend(NAMED.findall(line))
@@ -99,6 +100,12 @@ def test_each_promise_leads_to_its_tests():
         assert set(shown.get(promise, {})) == tested, f"docs/evidence.md: {promise}"
     assert shown.keys() - promised.keys() <= set(limits)
     assert all(shown.values())
+
+
+def test_prose_has_no_links_to_tests():
+    prose = ["why", "quickstart", "index", "guarantees"]
+    pages = [ROOT / f"docs/{name}.md" for name in prose] + sorted(ROOT.glob("docs/guide/*.md"))
+    assert not [page for page in pages if NAMED.search(page.read_text())]
 
 
 def test_what_is_promised_of_old_kernels_is_tested_on_one():

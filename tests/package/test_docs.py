@@ -108,6 +108,22 @@ def test_prose_has_no_links_to_tests():
     assert not [page for page in pages if NAMED.search(page.read_text())]
 
 
+# Words of those who work on the engine; docs/why.md has the user's.
+INTERNAL = re.compile(
+    r"\b(absent|folded|floors?|peers?|serve[sd]?|unprepared|given back|left to the|holes?)\b",
+    re.IGNORECASE,
+)
+
+
+def test_pages_for_users_have_the_words_of_users():
+    names = ["why", "quickstart", "index", "guarantees", "benchmarks", "capi", "cli", "coming-from"]
+    pages = [ROOT / "README.md", ROOT / "examples/README.md", ROOT / "csrc/rdmafork.h"]
+    pages += [ROOT / f"docs/{name}.md" for name in names] + sorted(ROOT.glob("docs/guide/*.md"))
+    for page in pages:
+        prose = re.sub(r"\{test\}`[^`]*`|`[^`]*`|\w*_\w*", "", page.read_text())
+        assert not INTERNAL.findall(prose), page
+
+
 def test_what_is_promised_of_old_kernels_is_tested_on_one():
     """On 5.10 run tests/vm, what engine.txt names, and the programs of tests/engine."""
     chosen = (ROOT / "tests/vm/engine.txt").read_text().split()

@@ -93,12 +93,13 @@ static void a_registration_that_starts_the_engine_is_named(void)
 
 static void calls_without_an_error_have_a_text(void)
 {
-	char byte;
 	int status;
 	pid_t pid;
+	void *memory = mmap(NULL, check_page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+			    -1, 0);
 
-	CHECK(rf_fork_init(RF_MODE_AUTO, &error) == 0);
-	CHECK(rf_register(&byte, 1, RF_HELD, RF_OMIT, &handle, &error) == 1);
+	CHECK(memory != MAP_FAILED && rf_fork_init(RF_MODE_AUTO, &error) == 0);
+	CHECK(rf_register(memory, 1, RF_HELD, RF_OMIT, &handle, &error) == 1);
 	pid = fork();
 	if (!pid) {
 		check_text(rf_release(handle, 0), NULL, "parent process", NULL);

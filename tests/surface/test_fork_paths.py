@@ -138,7 +138,9 @@ class Scene:
         rdmafork.fork_init(mode)
         self.memory, self.address = private_map(64 * PAGE)
         self.memory[:] = bytes(range(256)) * (64 * PAGE // 256)
-        self.unaligned = bytearray(b"u" * 100_000)
+        # Not malloc()'s: where whole pages are marked a warning says what may happen to that.
+        self.unaligned = memoryview(private_map(25 * PAGE)[0])[100:100_100]
+        self.unaligned[:] = b"u" * 100_000
         self.loose = map_at(0, 4 * PAGE)
         write(self.loose, b"l" * 4 * PAGE)
         self.registrations = [
@@ -167,7 +169,7 @@ class Scene:
     def check_window(self):
         """It is shut: lazy registrations wait again, and cost no call."""
         before = rdmafork.stats()
-        with rdmafork.register(bytearray(1 << 16)):
+        with rdmafork.register(private_map(16 * PAGE)[0]):
             after = rdmafork.stats()
             if self.mode == "lazy":
                 assert after.pending == before.pending + 1

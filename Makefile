@@ -66,7 +66,8 @@ test-vm: $(BUILT) $(GUESTS) $(CTESTS:%=build/ctest/debug/%) $(SOAK) $(FIELD)/ins
 	@$(BIN)/python tests/vm/run.py $(KERNELS)
 
 # Programs nobody here wrote, in an environment of their own. What cannot be had is not tested.
-FIELD_PACKAGES := dlslime ibverbs mooncake-transfer-engine-non-cuda
+# nixl asks for torch, gigabytes of which it uses nothing here.
+FIELD_PACKAGES := dlslime ibverbs mooncake-transfer-engine-non-cuda numpy '--no-deps nixl-cu12'
 $(FIELD)/installed: Makefile
 	@$(PYTHON) -m venv $(FIELD)
 	@for package in $(FIELD_PACKAGES); do \

@@ -30,7 +30,7 @@ def key(row: Row) -> tuple[str, str, list[int]]:
 
 
 def merged(old: list[Row], new: list[Row]) -> list[Row]:
-    """Sorted: libraries, which fork, first."""
+    """Sorted: PyPI's, all of which are libraries, first."""
     rows = {(row["program"], series(row)): row for row in [*old, *new]}
     return sorted(rows.values(), key=lambda row: (row["source"] != "PyPI", *key(row)))
 
@@ -43,9 +43,13 @@ def children(row: Row) -> str:
     if row["result"] != "works":
         return row["result"]
     if "exec" not in row:
-        return "none"
+        return "the same" if row.get("forks") else "none"
     broken = row["alone"]["after_destructors"] != "arrived"
     return "safe under exec only" if broken else "the same"
+
+
+def name(row: Row) -> str:
+    return row["package"] if row["source"] == "PyPI" else row["program"]
 
 
 def line(*cells: str) -> str:
@@ -57,9 +61,8 @@ def everything(rows: list[Row]) -> Iterator[str]:
                "children", "remarks", "tried on")  # fmt: skip
     yield line(*["---"] * 9)
     for row in rows:
-        name = row["package"] if row["source"] == "PyPI" else row["program"]
         yield line(
-            f"{name} ({row['source']})", row["version"] or "-", row["registers"], series(row),
+            f"{name(row)} ({row['source']})", row["version"] or "-", row["registers"], series(row),
             fork(row, "alone"), fork(row, "exec"), children(row),
             "; ".join(row.get("remarks", [])) or "-", row["date"],
         )  # fmt: skip
@@ -76,7 +79,7 @@ def best(rows: list[Row]) -> Iterator[str]:
     for row in measured:
         if key(row)[2] == newest and row["alone"]["kept"] < row["exec"]["kept"]:
             yield line(
-                f"{row['package']} {row['version']}", fork(row, "alone"), fork(row, "exec"),
+                f"{name(row)} {row['version']}", fork(row, "alone"), fork(row, "exec"),
                 "; ".join(row["remarks"]) or "-",
             )  # fmt: skip
     yield ""

@@ -32,9 +32,10 @@ VM = ROOT / "build" / "vm"
 KERNELS = VM / "kernels"
 SUITES = ("bullseye", "bookworm", "trixie", "trixie-backports")
 PACKAGES = (
-    "busybox-static debian-archive-keyring gcc ibverbs-providers ibverbs-utils iproute2 kmod "
-    "libc6-dev libfabric-bin libibverbs-dev perftest python3-pyverbs qemu-system-x86 rdma-core "
-    "strace ucx-utils util-linux valgrind xz-utils zstd"
+    "busybox-static debian-archive-keyring g++ gcc ibverbs-providers ibverbs-utils iproute2 kmod "
+    "libc6-dev libfabric-bin libgloo-dev libibverbs-dev librdmacm1 openmpi-bin patchelf perftest "
+    "python3-mpi4py python3-pyverbs qemu-system-x86 rdma-core strace ucx-utils util-linux valgrind "
+    "xz-utils zstd"
 ).split()
 MEMORY = "2500M"
 MINUTES = float(os.environ.get("VM_MINUTES", "75"))  # a guest that takes longer hangs

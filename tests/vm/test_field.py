@@ -8,64 +8,193 @@ import json
 import mmap
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from conftest import SLOWNESS, environment
+from mpi import mpirun
 
 import rdmafork
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELD = ROOT / "build/field"
-FORKS = ROOT / "tests/vm/field/forks.py"
+SCRIPTS = ROOT / "tests/vm/field"
 LIMIT = 15 * SLOWNESS
 NBYTES, PAGE = 64 << 20, mmap.PAGESIZE
 # What perftest says, and gives up, where a busy machine's clock is not steady.
 NOISE, TRIES = "Correlation coefficient", 8
 EXEC = [sys.executable, "-m", "rdmafork", "exec", "--report"]
+DEBIAN_PYTHON = "/usr/bin/python3"
+AFTER_FORKS = ("during", "after", "after_destructors")
+SYSFS = Path("/sys/class/infiniband")
+
+
+def run_library(program, device, before, env, folder):
+    """What forks.py found, a dictionary for each process."""
+    python = FIELD / "bin/python" if program.source == "PyPI" else DEBIAN_PYTHON
+    command = [*before, python, SCRIPTS / "forks.py", program.name, device]
+    if program.ranks:
+        output = mpirun(program.ranks, *command, env=env, program="/usr/bin/mpirun")
+        return [json.loads(line) | {"status": 0} for line in output.splitlines()]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert found, done.stderr[-2000:]
+    return [json.loads(found[0]) | {"status": done.returncode}]
+
+
+def run_pair(program, device, before, env, folder):
+    """A server, and a client until it is let in, and until the machine's clock is steady."""
+    for _ in range(TRIES):
+        status, output = one_pair(program, device, before, env)
+        if NOISE not in output:
+            break
+    assert status == 0 and program.shows in output, output[-2000:]
+
+
+def one_pair(program, device, before, env):
+    places = {"device": device, "port": 20000 + os.getpid() % 10000, "field": SCRIPTS}
+    command = program.command.format(**places)
+
+    def start(words):
+        return subprocess.Popen(
+            [*before, *words.split()], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+
+    server, deadline = start(command), time.monotonic() + LIMIT
+    try:
+        while True:
+            client = start(program.client.format(command=command, **places))
+            output = client.communicate(timeout=LIMIT)[0]
+            if not client.returncode or time.monotonic() > deadline or server.poll() is not None:
+                break
+            time.sleep(0.5)
+        if client.returncode == 0:
+            status = server.wait(timeout=LIMIT)
+            return status, output if status == 0 else server.stdout.read()
+        return client.returncode, output
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def run_suite(program, device, before, env, folder):
+    """How each of rdma-core's tests ends, which Debian has among pyverbs' documents."""
+    tests = folder / "tests"
+    if not tests.exists():
+        shutil.copytree("/usr/share/doc/rdma-core/tests", tests)
+        subprocess.run(["gunzip", *tests.glob("*.gz")], check=True)
+        # They look up a device's network interface where soft-RoCE's is not.
+        parent, base = SYSFS / device / "parent", tests / "base.py"
+        if parent.exists():
+            (folder / "net" / parent.read_text().strip()).mkdir(parents=True)
+            source = base.read_text()
+            base.write_text(source.replace(f"{SYSFS}/{{}}/device/net/", f"{folder}/net"))
+    command = [DEBIAN_PYTHON, "run_tests.py", "-v", *f"--dev {device} --port 1 --gid 1".split()]
+    done = subprocess.run(
+        [*before, *command], cwd=tests, env=env, capture_output=True, text=True, timeout=LIMIT
+    )
+    ends = re.findall(
+        r"^test_\w+ \((\S+)\)(?:\n.*)?? \.\.\. .*?(ok|skipped|FAIL|ERROR)\b", done.stderr, re.M
+    )
+    (count,) = re.findall(r"^Ran (\d+) tests", done.stderr, re.M)
+    assert len(dict(ends)) == int(count), done.stderr[-2000:]
+    return dict(ends)
+
+
+def preloaded_rsockets(device, folder):
+    (library,) = Path("/usr/lib").glob("*/rsocket/librspreload.so")
+    return {"LD_PRELOAD": str(library)}
+
+
+def gloo_for_python(device, folder):
+    """gloo is C++, and has no Python of its own."""
+    shim, source = folder / "gloo.so", SCRIPTS / "gloo.cc"
+    command = ["c++", "-O1", "-shared", "-fPIC", source, "-lgloo", "-libverbs", "-o", shim]
+    subprocess.run(command, check=True)
+    return {"GLOO": str(shim)}
+
+
+def driver_for_nixl(device, folder):
+    """nixl has a libibverbs of another name and no drivers: Debian's, made to need that one."""
+    (library,) = FIELD.glob("lib/python3*/site-packages/nixl_cu12.libs/libibverbs-*.so*")
+    for driver in Path("/usr/lib").glob("*/libibverbs/librxe-rdmav*.so"):
+        there = ["--output", folder / driver.name, driver]
+        subprocess.run(
+            ["patchelf", "--replace-needed", "libibverbs.so.1", library.name, *there], check=True
+        )
+    return {"LD_LIBRARY_PATH": str(folder)}
 
 
 class Program(NamedTuple):
     name: str
     package: str
+    source: str
     registers: str
-    command: str = ""  # "": a library, which forks.py calls; else one that runs as two processes
-    client: str = "10.77.0.1"  # what is added for the second
+    run: Callable = run_library
+    command: str = ""  # of a pair's server
+    client: str = "{command} 10.77.0.1"
     shows: str = ""  # what the client prints when it has worked
+    ranks: int = 0
     env: dict[str, str] | None = None
-
-    @property
-    def source(self):
-        return "Debian" if self.command else "PyPI"
+    prepare: Callable | None = None  # gives more of the environment
 
 
+# See test_exec_ucx.py.
+UCX = {
+    "UCX_UD_VERBS_ETH_DGID_CHECK": "n", "UCX_TLS": "rc_verbs,ud_verbs",
+    "UCX_NET_DEVICES": "{device}:1",
+}  # fmt: skip
+# UCX would take its own memory from the pool of huge pages: shared, and so never copied by a fork.
+PRIVATE = {f"UCX_{transport}_VERBS_ALLOC": "thp,mmap,heap" for transport in ("RC", "UD")}
 PROGRAMS = [
-    Program("dlslime", "dlslime", "`ibv_reg_mr()`, from C++"),
-    Program("ibverbs", "ibverbs", "`dlsym()` of libibverbs, from Cython"),
+    Program("dlslime", "dlslime", "PyPI", "`ibv_reg_mr()`, from C++"),
+    Program("ibverbs", "ibverbs", "PyPI", "`dlsym()` of libibverbs, from Cython"),
     Program(
-        "mooncake", "mooncake-transfer-engine-non-cuda",
+        "mooncake", "mooncake-transfer-engine-non-cuda", "PyPI",
         "`ibv_fork_init()`, `ibv_reg_mr()`, from C++", env={"MC_GID_INDEX": "1"},
     ),
     Program(
-        "ib_write_bw", "perftest", "`ibv_reg_mr()`", shows="65536",
+        "nixl", "nixl-cu12", "PyPI", "UCX, with a libibverbs of its own", env=UCX,
+        prepare=driver_for_nixl,
+    ),
+    Program(
+        "gloo", "libgloo0", "Debian", "`ibv_reg_mr()`, from C++", prepare=gloo_for_python
+    ),
+    Program(
+        "Open MPI", "openmpi-bin", "Debian", "UCX, a window of one-sided communication", ranks=2,
+        env=UCX | PRIVATE | {"OMPI_MCA_pml": "ucx", "OMPI_MCA_osc": "ucx"},
+    ),
+    Program(
+        "rdma-core's tests", "python3-pyverbs", "Debian", "pyverbs", run=run_suite,
+    ),
+    Program(
+        "librspreload", "librdmacm1", "Debian", "rsockets, in the child that serves a connection",
+        run=run_pair, command="/usr/bin/python3 {field}/echo.py server {port}",
+        client="/usr/bin/python3 {field}/echo.py client {port}",
+        shows="echoed over /dev/infiniband",
+        env={"RDMAV_FORK_SAFE": "1"}, prepare=preloaded_rsockets,
+    ),
+    Program(
+        "ib_write_bw", "perftest", "Debian", "`ibv_reg_mr()`", run=run_pair, shows="65536",
         command="ib_write_bw -d {device} -x 1 -n 100 -s 65536",
     ),
     Program(
-        "UCX, tag_bw", "ucx-utils", "ucp, its cache of registrations", shows="Final:",
-        command="ucx_perftest -p {port}", client="127.0.0.1 -t tag_bw -s 65536 -n 50 -w 5",
-        # See test_exec_ucx.py.
-        env={
-            "UCX_UD_VERBS_ETH_DGID_CHECK": "n", "UCX_TLS": "rc_verbs,ud_verbs",
-            "UCX_NET_DEVICES": "{device}:1",
-        },
+        "UCX, tag_bw", "ucx-utils", "Debian", "ucp, its cache of registrations", run=run_pair,
+        command="ucx_perftest -p {port}", shows="Final:", env=UCX,
+        client="ucx_perftest -p {port} 127.0.0.1 -t tag_bw -s 65536 -n 50 -w 5",
     ),
     Program(
-        "fi_pingpong", "libfabric-bin", "libfabric's verbs provider", shows="64k",
-        command="fi_pingpong -p verbs -e msg -d {device} -I 10 -S 65536",
+        "fi_pingpong", "libfabric-bin", "Debian", "libfabric's verbs provider", run=run_pair,
+        command="fi_pingpong -p verbs -e msg -d {device} -I 10 -S 65536", shows="64k",
     ),
 ]  # fmt: skip
 
@@ -84,90 +213,80 @@ def version(program):
     return number if status == "installed" else None
 
 
-def run_library(program, device, before, env):
-    command = [*before, FIELD / "bin/python", FORKS, program.name, device]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def run_pair(program, device, before, env):
-    """A server, and a client until it is let in, and until the machine's clock is steady."""
-    for _ in range(TRIES):
-        status, output = one_pair(program, device, before, env)
-        if NOISE not in output:
-            break
-    assert status == 0 and program.shows in output, output[-2000:]
-    return {"worked": True}
-
-
-def one_pair(program, device, before, env):
-    port = 20000 + os.getpid() % 10000
-    words = program.command.format(device=device, port=port).split()
-    last = program.client.split()
-    if "{port}" in program.command:
-        last += ["-p", str(port)]
-        client_words = [words[0], *last]
-    else:
-        client_words = [*words, *last]
-
-    def start(command):
-        return subprocess.Popen(
-            [*before, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True,
-        )  # fmt: skip
-
-    server, deadline = start(words), time.monotonic() + LIMIT
-    try:
-        while True:
-            client = start(client_words)
-            output = client.communicate(timeout=LIMIT)[0]
-            if not client.returncode or time.monotonic() > deadline or server.poll() is not None:
-                break
-            time.sleep(0.5)
-        if client.returncode == 0:
-            status = server.wait(timeout=LIMIT)
-            return status, output if status == 0 else server.stdout.read()
-        return client.returncode, output
-    finally:
-        server.kill()
-        server.communicate()
+def worst(processes):
+    """Of one program's processes, as one: the slowest, and what any of them has missed."""
+    found = max(processes, key=lambda one: one["fork_ms"])
+    for what in ("before", *AFTER_FORKS):
+        missed = [one[what] for one in processes if one[what] != "arrived"]
+        found[what] = (missed or ["arrived"])[0]
+    found["destructors"] = next(filter(None, (one["destructors"] for one in processes)), 0)
+    return found
 
 
 def checked(program, found, lines):
-    """The report is true of what the program did."""
+    """The report is true of what the program did; its lines on those that registered memory."""
     assert lines
     for line in lines:
         assert not line["errors"] and not line["unbalanced"], line
     used = [line for line in lines if line["registrations"]["total"]]
     assert {library["how"] for line in used for library in line["libraries"]} == {"ours"}
-    if program.command:
-        assert len(used) >= 2
+    if program.run is not run_library:
+        assert len(used) >= (2 if program.run is run_pair else 1)
         for line in used:
             assert line["registrations"]["live"] == 0, line
         return used
-    (parent,) = [line for line in used if line["forks"] >= 4]
-    absent, left = parent["absent_bytes"]["last"], parent["left_bytes"]
-    assert absent >= NBYTES and found["kept"] == NBYTES >> 10
-    # What is pinned is known, but for the first and the last page of each registration: VmPin
-    # counts them again where two registrations share one.
-    edges = 2 * parent["registrations"]["total"] * PAGE
-    assert absent + left >= (found["pinned"] << 10) - edges, (absent, left, edges, found)
-    return [parent]
+    by_pid = {line["pid"]: line for line in used}
+    assert len(found) == (program.ranks or 1)
+    parents = [by_pid[one.pop("pid")] for one in found]
+    for one, line in zip(found, parents, strict=True):
+        assert line["forks"] >= 4
+        absent, left = line["absent_bytes"]["last"], line["left_bytes"]
+        assert absent >= NBYTES and one["kept"] == NBYTES >> 10
+        # What is pinned is known, but for the first and the last page of each registration: VmPin
+        # counts them again where two registrations share one.
+        edges = 2 * line["registrations"]["total"] * PAGE
+        assert absent + left >= (one["pinned"] << 10) - edges, (absent, left, edges, one)
+    return parents
+
+
+def death(status):
+    """In words; forks.py has an alarm for what hangs."""
+    if status > 0:
+        return f"ends with {status}"
+    return "hangs" if status == -signal.SIGALRM else f"dies of signal {-status}"
 
 
 def remarks(alone, inside):
     """What a program's user would have seen."""
-    for what in ("during", "after", "after_destructors"):
+    for what in AFTER_FORKS:
         assert inside[what] == "arrived", (what, inside)
     said = []
     if alone["after_destructors"] != "arrived":
         said.append("alone, a child's `exit()` destroys the parent's objects")
     if alone["kept"] >= NBYTES >> 10:
         said.append("protects its memory itself")
-    if alone["destructors"]:
-        said.append(f"a child's `exit()` dies of signal {-alone['destructors']}, alone too")
+    if inside["destructors"]:
+        dies = f"a child's `exit()` {death(inside['destructors'])}"
+        same = inside["destructors"] == alone["destructors"]
+        said.append(f"{dies}, alone too" if same else f"under exec {dies}")
+    elif alone["destructors"]:
+        said.append(f"alone, a child's `exit()` {death(alone['destructors'])}")
+    if inside["status"]:
+        said.append(f"{death(inside['status'])} at its end, alone too")
     return said
+
+
+def compared(alone, inside):
+    """Under exec a library does as well as alone, or better."""
+    assert alone["before"] == inside["before"] == "arrived", (alone, inside)
+    same = ["ended"]
+    if rdmafork.kernel_info().copy_on_fork:  # else a program alone may lose data
+        same += ["during", "after"]
+    for what in same:
+        assert inside[what] == alone[what], (what, alone, inside)
+    assert inside["status"] in (0, alone["status"]), (alone, inside)
+    if alone["after_destructors"] == "arrived":
+        assert inside["destructors"] in (0, alone["destructors"]), (alone, inside)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
@@ -184,27 +303,34 @@ def test_alone_and_under_exec(program, device, tmp_path, request):
     if not row["version"]:
         file.write_text(json.dumps(row | {"result": "not tested"}))
         pytest.skip(f"{program.package} is not installed ({program.source})")
-    env = environment({k: v.format(device=device) for k, v in (program.env or {}).items()})
-    run, report = (run_pair if program.command else run_library), tmp_path / "report"
-    alone = run(program, device, [], env)
-    inside = run(program, device, [*EXEC, str(report), "--"], env)
-    used = checked(program, inside, [json.loads(line) for line in report.read_text().splitlines()])
-    if program.command:
-        forks = sum(line["forks"] for line in used)
-        row |= {
-            "result": "works",
-            "remarks": [f"forks {forks} times" if forks else "does not fork"],
-        }
+    more = program.prepare(device, tmp_path) if program.prepare else {}
+    env = environment({k: v.format(device=device) for k, v in (program.env or {}).items()} | more)
+    alone = program.run(program, device, [], env, tmp_path)
+    command = [*EXEC, str(tmp_path / "report.json"), "--"]
+    inside = program.run(program, device, command, env, tmp_path)
+    lines = [
+        json.loads(line)
+        for report in tmp_path.glob("report*.json")  # one for each rank
+        for line in report.read_text().splitlines()
+    ]
+    used = checked(program, inside, lines)
+    row |= {
+        "result": "works", "registrations": sum(line["registrations"]["total"] for line in used),
+        "forks": sum(line["forks"] for line in lines),
+    }  # fmt: skip
+    if program.run is run_library:
+        alone, inside = worst(alone), worst(inside)
+        alone.pop("pid", None)
+        compared(alone, inside)
+        row |= {"remarks": remarks(alone, inside), "alone": alone, "exec": inside}
     else:
-        assert alone["before"] == inside["before"] == "arrived", (alone, inside)
-        # Where the kernel copies nothing, a program alone may lose data.
-        copied = rdmafork.kernel_info().copy_on_fork
-        for what in ("ended", "destructors", *["during", "after"] * copied):
-            assert inside[what] == alone[what], (what, alone, inside)
-        row |= {
-            "result": "works", "remarks": remarks(alone, inside), "alone": alone, "exec": inside,
-        }  # fmt: skip
-    row["registrations"] = sum(line["registrations"]["total"] for line in used)
+        assert alone == inside
+        row["remarks"] = [f"forks {row['forks']} times" if row["forks"] else "does not fork"]
+        if inside:
+            row["remarks"].append(
+                ", ".join(f"{n} {end}" for end, n in Counter(inside.values()).most_common())
+            )
     file.write_text(json.dumps(row))
-    if not program.command and copied and alone["kept"] < NBYTES >> 10:
+    copied = rdmafork.kernel_info().copy_on_fork
+    if program.run is run_library and copied and alone["kept"] < NBYTES >> 10:
         assert inside["fork_ms"] < alone["fork_ms"] / 3

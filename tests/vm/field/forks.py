@@ -5,6 +5,7 @@
 Prints one JSON object. It knows nothing of rdmafork: only the environment says under what it runs.
 """
 
+import atexit
 import ctypes
 import json
 import mmap
@@ -95,6 +96,72 @@ def mooncake(device, source, target):
     return write
 
 
+def open_mpi(device, source, target):
+    """Both ranks run this script in step, and each puts into the other's window."""
+    import mpi4py
+
+    mpi4py.rc.finalize = False  # not a child's to do, which would wait there for the other rank
+    from mpi4py import MPI
+
+    parent = os.getpid()
+    atexit.register(lambda: os.getpid() == parent and MPI.Finalize())
+    world = MPI.COMM_WORLD
+    near, far = (
+        MPI.memory.fromaddress(address, nbytes, readonly=False)
+        for address, nbytes in (source, target)
+    )
+    window = MPI.Win.Create(far, comm=world)
+
+    def write(length):
+        window.Fence()
+        window.Put([near, length, MPI.BYTE], (world.rank + 1) % world.size)
+        window.Fence()
+
+    return write
+
+
+def nixl(device, source, target):
+    from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+    near, far = (nixl_agent(name, nixl_agent_config(backends=["UCX"])) for name in ("near", "far"))
+    mine, theirs = (
+        agent.register_memory([(*where, 0, "")], "DRAM")
+        for agent, where in ((near, source), (far, target))
+    )
+    there = near.add_remote_agent(far.get_agent_metadata())
+
+    def write(length):
+        lists = [
+            near.get_xfer_descs([(address, length, 0)], "DRAM") for address, _ in (source, target)
+        ]
+        transfer = near.initialize_xfer("WRITE", *lists, there)
+        state, deadline = near.transfer(transfer), time.monotonic() + 60
+        while state == "PROC":
+            assert time.monotonic() < deadline, "no completion"
+            time.sleep(0.001)
+            state = near.check_xfer_state(transfer)
+        assert state == "DONE", state
+        near.release_xfer_handle(transfer)
+
+    write.alive = far, mine, theirs
+    return write
+
+
+def gloo(device, source, target):
+    shim = ctypes.CDLL(os.environ["GLOO"])
+    where = [
+        argument
+        for address, nbytes in (source, target)
+        for argument in (ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+    ]
+    assert not shim.field_connect(device.encode(), PORT, GID_INDEX, *where), "no pairs"
+
+    def write(length):
+        assert not shim.field_write(ctypes.c_size_t(length)), "no write"
+
+    return write
+
+
 # ---- forks ---------------------------------------------------------------------------------------
 
 
@@ -116,7 +183,7 @@ def fork(ends):
     pid = os.fork()
     took = time.perf_counter() - began
     if not pid:
-        signal.alarm(120)
+        signal.alarm(30)  # long enough for any destructor
         os.close(writing)
         os.read(reading, 1)
         ends(0)
@@ -151,8 +218,10 @@ def not_copied(address):
 
 def main(library, device):
     (near, start), (far, there) = memory(mmap.PAGESIZE), memory(NBYTES)
-    write = globals()[library](device, (start, mmap.PAGESIZE), (there, NBYTES))
-    found = {"before": written(write, near, far, b"before")}
+    write = globals()[library.lower().replace(" ", "_")](
+        device, (start, mmap.PAGESIZE), (there, NBYTES)
+    )
+    found = {"pid": os.getpid(), "before": written(write, near, far, b"before")}
     found["pinned"] = kilobytes("VmPin:")
     took, end = fork(os._exit)
     found["during"] = written(write, near, far, b"during")
@@ -169,6 +238,7 @@ def main(library, device):
     found["destructors"] = end()
     found["after_destructors"] = written(write, near, far, b"later")
     print(json.dumps(found), flush=True)
+    del write  # and what it holds of the library, before the memory goes
 
 
 if __name__ == "__main__":

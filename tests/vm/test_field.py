@@ -226,8 +226,11 @@ def worst(processes):
 def checked(program, found, lines):
     """The report is true of what the program did; its lines on those that registered memory."""
     assert lines
+    trusted = rdmafork.kernel_info().copy_on_fork_trusted
     for line in lines:
-        assert not line["errors"] and not line["unbalanced"], line
+        # Where whole pages are marked, blocks of malloc() are a danger that it tells of.
+        errors = [error for error in line["errors"] if trusted or "malloc()'s" not in error]
+        assert not errors and not line["unbalanced"], line
     used = [line for line in lines if line["registrations"]["total"]]
     assert {library["how"] for line in used for library in line["libraries"]} == {"ours"}
     if program.run is not run_library:

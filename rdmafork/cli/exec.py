@@ -3,7 +3,7 @@
 It sets variables and limits and becomes the program: the process, its signals, its standard
 streams and its exit status are the program's own.
 
-    LD_PRELOAD        librdmafork.so, before what is there
+    LD_PRELOAD        librdmafork.so, before what is there, by a path that only glibc follows
     RDMAFORK_EXEC     1: the engine starts by itself, and answers for libibverbs
     RDMAFORK_MODE, RDMAFORK_REPORT, RDMAFORK_TRACE_FORKS, RDMAFORK_KEEP_DEVICES   the options
     RDMAFORK_RANK     the launcher's rank
@@ -12,6 +12,7 @@ streams and its exit status are the program's own.
 from __future__ import annotations
 
 import argparse
+import _ctypes
 import contextlib
 import os
 import resource
@@ -62,8 +63,9 @@ libibverbs that is linked statically, or by io_uring. The report tells how much.
 
 It refuses programs into which no library can be preloaded: static, set-uid and
 set-gid programs, those with file capabilities, and those for another processor
-or C library. It follows #! lines and env. A program built with AddressSanitizer
-needs its runtime in LD_PRELOAD, where it stays first.
+or C library. It follows #! lines and env. Started by another program they run,
+unprotected. A program built with AddressSanitizer needs its runtime in
+LD_PRELOAD, where it stays first.
 
 Exit status: the program's own; 125 wrong usage, or an option that cannot be
 followed; 126 the program cannot be run like this; 127 there is no such program.
@@ -190,7 +192,22 @@ def _preload(there: str) -> str:
                 FAILED, f"{text}: unset it, or use the rdmafork exec of that installation"
             )
     first = [path for path in others if must_be_first(path)]
-    return ":".join([*first, library, *(path for path in others if path not in first)])
+    rest = [path for path in others if path not in first]
+    return ":".join([*first, _for_this_c_library(library), *rest])
+
+
+def _for_this_c_library(path: str) -> str:
+    """A path of the same file for glibc alone: its loader has a directory for $LIB.
+
+    musl's, and so a program of musl that one of glibc starts, would die of the library. It finds
+    no such file, and goes on. A shell that expands $LIB leaves a path that leads there too.
+    """
+    found = f"/$LIB/../../../..{path}"
+    try:
+        _ctypes.dlopen(found, os.RTLD_LAZY | os.RTLD_NOLOAD)
+    except OSError:
+        return path
+    return found
 
 
 def _mode(mode: str) -> str:

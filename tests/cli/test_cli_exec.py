@@ -24,6 +24,7 @@ from rdmafork.cli.programs import Refused, check
 
 EXEC = [sys.executable, "-m", "rdmafork", "exec"]
 LIBRARY = rdmafork.get_library()
+PRELOADED = f"/$LIB/../../../..{LIBRARY}"  # which glibc's loader alone follows
 TRUSTED = rdmafork.kernel_info().copy_on_fork_trusted
 
 # What a program sees of how it was started.
@@ -63,7 +64,7 @@ def test_the_program_sees_nothing_but_what_it_is_promised():
         capture_output=True, check=True,
     )  # fmt: skip
     without, under = json.loads(plain.stdout), seen("--")
-    added = {"LD_PRELOAD": LIBRARY, "RDMAFORK_EXEC": "1"}
+    added = {"LD_PRELOAD": PRELOADED, "RDMAFORK_EXEC": "1"}
     if not TRUSTED:
         added |= {"RDMAV_FORK_SAFE": "1", "RDMAV_HUGEPAGES_SAFE": "1"}
     assert under.pop("environ") == without.pop("environ") | added
@@ -171,7 +172,7 @@ def test_no_variable_of_libibverbs_is_set_where_copying_is_trusted():
 def test_the_guide_names_what_a_preloaded_library_alone_does_not_do():
     """Where the kernel's copying is not trusted: every variable more that exec sets."""
     untrusted = {"RDMAFORK_TRUST_COPYING": "0"}
-    alone = {"LD_PRELOAD": LIBRARY, "RDMAFORK_EXEC": "1"} | untrusted
+    alone = {"LD_PRELOAD": PRELOADED, "RDMAFORK_EXEC": "1"} | untrusted
     done = subprocess.run(
         [sys.executable, "-c", SEEN], env=environment(alone), input="words", text=True,
         capture_output=True, check=True,
@@ -205,10 +206,11 @@ def test_what_is_preloaded_already_comes_after(tmp_path):
     other = tmp_path / "libother.so"
     shutil.copy(LIBRARY, other)  # any library; nothing of it is used
     preload = command._preload
-    assert preload("") == LIBRARY
-    assert preload(f"{other} /x/liby.so") == f"{LIBRARY}:{other}:/x/liby.so"
-    assert preload(f"{LIBRARY}:{other}") == f"{LIBRARY}:{other}"
-    assert preload(f"{other}:libasan.so.8") == f"libasan.so.8:{LIBRARY}:{other}"
+    assert preload("") == PRELOADED
+    assert preload(f"{other} /x/liby.so") == f"{PRELOADED}:{other}:/x/liby.so"
+    for there in (LIBRARY, PRELOADED):
+        assert preload(f"{there}:{other}") == f"{PRELOADED}:{other}"
+    assert preload(f"{other}:libasan.so.8") == f"libasan.so.8:{PRELOADED}:{other}"
     with pytest.raises(Refused, match="a process can load only one"):
         preload("/opt/other/librdmafork.so")
 
@@ -222,7 +224,7 @@ def test_a_path_that_ld_preload_cannot_hold_is_refused(monkeypatch, path):
 
 def test_under_itself_it_is_preloaded_once():
     under = seen("--", *EXEC, "--")
-    assert under["environ"]["LD_PRELOAD"] == LIBRARY
+    assert under["environ"]["LD_PRELOAD"] == PRELOADED
 
 
 # ---- under launchers --------------------------------------------------------------------
@@ -310,6 +312,9 @@ def script(tmp_path):
     return write
 
 
+LOADED = 'print("/librdmafork.so" in open("/proc/self/maps").read())'
+
+
 @pytest.fixture
 def compiled(tmp_path):
     """compiled(name, *flags): a program that says it ran; skipped where it cannot be built."""
@@ -348,6 +353,28 @@ def test_a_program_of_another_c_library_is_refused(compiled):
     path = compiled("musl", "-Wl,--dynamic-linker=/lib/ld-musl-x86_64.so.1")
     status, text = refused(path)
     assert status == 126 and "needs the loader /lib/ld-musl-x86_64.so.1" in text
+
+
+def test_a_musl_program_that_a_script_starts_runs_without_the_engine(compiled, script):
+    path = script(f"#!/bin/sh\n{compiled('musl', cc='musl-gcc')} && {sys.executable} -c '{LOADED}'\n")
+    done = execute(str(path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ran\nTrue\n", "")
+
+
+def test_a_32_bit_program_that_a_script_starts_runs_and_its_loader_says_so(compiled, script):
+    small = compiled("small", "-m32")
+    if subprocess.run([small], capture_output=True).returncode:
+        pytest.skip("32-bit programs do not run here")
+    done = execute(str(script(f"#!/bin/sh\n{small} && {sys.executable} -c '{LOADED}'\n")))
+    assert (done.returncode, done.stdout) == (0, "ran\nTrue\n")
+    (line,) = done.stderr.splitlines()
+    assert f"'{PRELOADED}'" in line and line.endswith("(wrong ELF class: ELFCLASS64): ignored.")
+
+
+def test_a_shell_that_expands_what_is_preloaded_does_no_harm(script):
+    text = f"""#!/bin/sh\neval "export LD_PRELOAD=$LD_PRELOAD"\n{sys.executable} -c '{LOADED}'\n"""
+    done = execute(str(script(text)))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
 def test_the_loader_itself_may_be_given_a_program(compiled):

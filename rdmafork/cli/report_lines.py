@@ -158,7 +158,10 @@ def _troubles(line: dict[str, Any]) -> Iterator[str]:
         pinned = f"{terminal.size(nbytes)} pinned by something that does not call libibverbs"
         yield f"{pinned}; fork() {does} the private part of it"
     elif line.get("pinned_elsewhere", 0) is None:
-        yield "/proc could not be read for how much is pinned"
+        yield (
+            "/proc could not be read: how much is pinned is not known, and forked children may keep "
+            "the parent's RDMA devices"
+        )
     if _part(line, "device_unserved", "total"):
         yield "a device was open and no libibverbs was found: what it registered is not protected"
 

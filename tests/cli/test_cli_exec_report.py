@@ -152,7 +152,7 @@ def test_what_the_kernel_could_not_be_asked_is_no_zero(tmp_path, capsys):
     assert json.loads(text)["pinned_elsewhere"] is None
     (tmp_path / "r.json").write_text(text)
     assert main(["report", str(tmp_path / "r.json")]) == 1
-    assert "/proc could not be read for how much is pinned" in capsys.readouterr().out
+    assert "/proc could not be read: how much is pinned is not known" in capsys.readouterr().out
 
 
 @needs_pins

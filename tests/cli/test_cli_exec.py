@@ -356,7 +356,9 @@ def test_a_program_of_another_c_library_is_refused(compiled):
 
 
 def test_a_musl_program_that_a_script_starts_runs_without_the_engine(compiled, script):
-    path = script(f"#!/bin/sh\n{compiled('musl', cc='musl-gcc')} && {sys.executable} -c '{LOADED}'\n")
+    path = script(
+        f"#!/bin/sh\n{compiled('musl', cc='musl-gcc')} && {sys.executable} -c '{LOADED}'\n"
+    )
     done = execute(str(path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "ran\nTrue\n", "")
 

@@ -11,8 +11,8 @@ streams and its exit status are the program's own.
 
 from __future__ import annotations
 
-import argparse
 import _ctypes
+import argparse
 import contextlib
 import os
 import resource

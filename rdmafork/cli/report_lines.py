@@ -159,8 +159,8 @@ def _troubles(line: dict[str, Any]) -> Iterator[str]:
         yield f"{pinned}; fork() {does} the private part of it"
     elif line.get("pinned_elsewhere", 0) is None:
         yield (
-            "/proc could not be read: how much is pinned is not known, and forked children may keep "
-            "the parent's RDMA devices"
+            "/proc could not be read: how much is pinned is not known, and forked children may "
+            "keep the parent's RDMA devices"
         )
     if _part(line, "device_unserved", "total"):
         yield "a device was open and no libibverbs was found: what it registered is not protected"

@@ -74,7 +74,7 @@ def small() -> Iterator[str]:
     columns = [column(base, "fork_us"), column(huge, "fork_us"), column(base, "child_us")]
     yield from table(
         ["1 GiB registered and pinned", "`fork()`, base pages", "`fork()`, transparent huge pages",
-         "until it returns in the child", "page faults", "in the child", "system calls"],
+         "until it returns in the child", "page faults, parent", "child", "system calls of both"],
         *(
             [peer, *(shown[peer] for shown in columns), f"{row['parent_faults']}",
              f"{row['child_faults']}", f"{row.get('system_calls', '-')}"]

@@ -332,6 +332,7 @@ static void learn_group(const struct rf_ranges *ranges, uint32_t entry)
 	const struct rf_leaf_entry *directory = directory_of(ranges);
 	const uint32_t last = entry + RF_GROUP;
 
+	RF_ASSERT(!group->lazy);
 	*group = (struct rf_sum){
 		.known = true,
 		.even = true,

@@ -102,9 +102,13 @@ def run_suite(program, device, before, env, folder):
     done = subprocess.run(
         [*before, *command], cwd=tests, env=env, capture_output=True, text=True, timeout=LIMIT
     )
-    ends = re.findall(
-        r"^test_\w+ \((\S+)\)(?:\n.*)?? \.\.\. .*?(ok|skipped|FAIL|ERROR)\b", done.stderr, re.M
-    )
+    # What a test prints itself stands between its name and how it ended.
+    each = re.split(r"^test_\w+ \(", done.stderr.partition("\n======")[0], flags=re.M)[1:]
+    ends = [
+        (test.partition(")")[0], ended[1])
+        for test in each
+        if (ended := re.search(r" \.\.\. (?:.|\n)*?\b(ok|skipped|FAIL|ERROR)\b", test))
+    ]
     (count,) = re.findall(r"^Ran (\d+) tests", done.stderr, re.M)
     assert len(dict(ends)) == int(count), done.stderr[-2000:]
     return dict(ends)

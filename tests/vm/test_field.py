@@ -86,7 +86,7 @@ def one_pair(program, device, before, env):
         server.communicate()
 
 
-def run_suite(program, device, before, env, folder):
+def run_suite(program, device, before, env, folder, only=()):
     """How each of rdma-core's tests ends, which Debian has among pyverbs' documents."""
     tests = folder / "tests"
     if not tests.exists():
@@ -99,6 +99,8 @@ def run_suite(program, device, before, env, folder):
             source = base.read_text()
             base.write_text(source.replace(f"{SYSFS}/{{}}/device/net/", f"{folder}/net"))
     command = [DEBIAN_PYTHON, "run_tests.py", "-v", *f"--dev {device} --port 1 --gid 1".split()]
+    for name in only:
+        command += ["-k", name]
     done = subprocess.run(
         [*before, *command], cwd=tests, env=env, capture_output=True, text=True, timeout=LIMIT
     )
@@ -331,6 +333,13 @@ def test_alone_and_under_exec(program, device, tmp_path, request):
         compared(alone, inside)
         row |= {"remarks": remarks(alone, inside), "alone": alone, "exec": inside}
     else:
+        for _ in range(3):
+            # Some of rdma-core's depend on time: what ends otherwise runs again, both ways.
+            if program.run is run_suite and (
+                only := [n for n in alone if alone[n] != inside.get(n)]
+            ):
+                alone |= run_suite(program, device, [], env, tmp_path, only)
+                inside |= run_suite(program, device, command, env, tmp_path, only)
         assert alone == inside
         row["remarks"] = [f"forks {row['forks']} times" if row["forks"] else "does not fork"]
         if inside:

@@ -111,7 +111,7 @@ def run_suite(program, device, before, env, folder, only=()):
         for test in each
         if (ended := re.search(r" \.\.\. (?:.|\n)*?\b(ok|skipped|FAIL|ERROR)\b", test))
     ]
-    (count,) = re.findall(r"^Ran (\d+) tests", done.stderr, re.M)
+    (count,) = re.findall(r"^Ran (\d+) tests?", done.stderr, re.M)
     assert len(dict(ends)) == int(count), done.stderr[-2000:]
     return dict(ends)
 

@@ -220,7 +220,9 @@ class _Record:
         """The attribute, or None where it cannot be read."""
         try:
             return getattr(self, name)
-        except OSError:
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise
             return None
 
 

@@ -9,6 +9,7 @@ import gc
 import os
 import shutil
 import subprocess
+import types
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,29 @@ def _every_call(path, mode):
         step()
     assert bench.state() == nothing
     return bench.lib.standin_faults()
+
+
+def test_lack_of_memory_in_the_library_is_no_property_of_a_device(library):
+    run(_no_memory_for_a_device, library)
+
+
+def _no_memory_for_a_device(path):
+    bench = Bench(path, "eager")
+    from rdmafork import _problems
+    from rdmafork.devices import Port
+
+    values = {"name": "mlx5_7", "node_guid": None, "problem": None}
+    port = Port({"device": types.SimpleNamespace(**values), "number": 1})
+    questions = {"driven": _problems.driven, "active_mtu": lambda: port.active_mtu}
+    for name, question in questions.items():
+        bench.lib.standin_fail(1, errno.ENOMEM)
+        with pytest.raises(OSError) as caught:
+            question()
+        assert caught.value.errno == errno.ENOMEM, name
+        bench.lib.standin_fail(1, errno.EPERM)
+        answer = question()
+        assert answer is None or answer.errno == errno.EPERM, name
+    assert bench.lib.standin_open() == 0
 
 
 def undo(bench, name):

@@ -280,31 +280,38 @@ def test_lack_of_memory_is_no_property_of_a_device(tree, monkeypatch):
 
 
 def test_lack_of_descriptors_is_no_property_of_a_device(tree):
-    """Whichever open fails, the answer is EMFILE, and never a list with less in it."""
+    """Each open fails in turn: the answer is EMFILE, and never a list with less in it."""
+    tree.add("mlx5_0", "9803:9b03:0067:ac2a", pci="0000:3b:00.0", driver="mlx5_core",
+             ports={1: port(gids=ROCE)})  # fmt: skip
+    expected = [d.as_dict() for d in get_device_list()]
+    assert child(refuse_each_open_in_turn, expected) > 20
+
+
+def refuse_each_open_in_turn(expected):
+    """How many opens a list takes; RLIMIT_NOFILE leaves each of them without a descriptor once."""
     import resource
 
-    tree.add("mlx5_0", "9803:9b03:0067:ac2a", pci="0000:3b:00.0", driver="mlx5_core")
-    expected = [repr(d) for d in get_device_list()]
+    opens = refused = 0
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    def look():
-        held, seen = [], set()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-        while True:
-            try:
-                held.append(os.open("/dev/null", os.O_RDONLY))
-            except OSError:
-                break
-        while len(held) > 200:
-            try:
-                assert [repr(d) for d in get_device_list(all=True)] == expected
-                seen.add("listed")
-            except OSError as error:
-                assert error.errno == errno.EMFILE
-                seen.add("refused")
-            os.close(held.pop())
-        return seen
+    def count(event, args):
+        nonlocal opens
+        if event in ("open", "os.listdir", "os.scandir"):
+            opens += 1
+            soft = 1 if opens == refused else limits[0]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
 
-    assert child(look) == {"listed", "refused"}
+    sys.addaudithook(count)
+    while opens >= refused:
+        opens, refused = 0, refused + 1
+        try:
+            found = [d.as_dict() for d in get_device_list(all=True)]
+        except OSError as error:
+            assert error.errno == errno.EMFILE and opens == refused, (error, opens, refused)
+        else:
+            assert found == expected, f"open {refused} was refused"
+            assert opens < refused, f"open {refused} was refused and nobody said so"
+    return opens
 
 
 def test_every_call_reads_anew(tree):

@@ -55,6 +55,8 @@ def test_the_version_and_wrong_usage():
          "Did you mean --version?"),
         ("doctor --strikt", 2, "rdmafork doctor ", "rdmafork doctor: there is no option --strikt. "
          "Did you mean --strict?"),
+        ("doctor --stric", 2, "rdmafork doctor ", "rdmafork doctor: there is no option --stric. "
+         "Did you mean --strict?"),
         ("doctor --xyzzy", 2, "rdmafork doctor ", "rdmafork doctor: there is no option --xyzzy."),
         ("devices mlx5_0", 2, "rdmafork devices ", "rdmafork devices: unexpected argument: mlx5_0"),
         ("exec --repot=r -- ls", 125, "rdmafork exec ", "rdmafork exec: there is no option "

@@ -137,7 +137,7 @@ def test_a_broken_line_is_told_and_the_others_are_read(report, broken, why):
         ({"kernel": {"copy_trusted": 1}}, "64 MiB pinned by something that does not call"),
         ({"kernel": {"copy_trusted": 1}}, "fork() copies the private part of it"),
         ({"kernel": {"copy_trusted": 0}}, "fork() may lose the private part of it"),
-        ({"pinned_elsewhere": None}, "/proc could not be read for how much is pinned"),
+        ({"pinned_elsewhere": None}, "/proc could not be read: how much is pinned is not known"),
         ({"device_unserved": 1, "pinned_elsewhere": {}}, "a device was open and no libibverbs"),
     ],
 )

@@ -11,20 +11,20 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 LIBRARY = "rdmafork.librdmafork"
-MODULES = ("_buffer", "_clocks", "_core", "_dlpack", "_ibverbs", "_pins", "_verbs")
+MODULES = sorted(glob("rdmafork/*.pyx"))
 # The engine first, so that what it writes to at a fork is on few pages.
 SOURCES = sorted(glob("csrc/*.c")) + sorted(glob("csrc/preload/*.c"))
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/*.map") + glob("rdmafork/*.pxd"))
-# $CPPFLAGS, $CFLAGS and $LDFLAGS come after these.
-COMPILE = (
-    "-std=gnu11 -O2 -DNDEBUG -Icsrc -fPIC -pthread -fvisibility=hidden "
-    "-Wall -Wextra -Wshadow -Werror=implicit-function-declaration"
+# What the environment says comes after these. Not the flags Python was built with: the library
+# knows nothing of Python.
+COMMAND = (
+    "{CC} -std=gnu11 -O2 -DNDEBUG -Icsrc -fPIC -pthread -fvisibility=hidden "
+    "-Wall -Wextra -Wshadow -Werror=implicit-function-declaration {CPPFLAGS} {CFLAGS} "
+    "-shared -Wl,-soname,librdmafork.so -Wl,--version-script=csrc/librdmafork.map "
+    "-Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,nodelete -Wl,-z,now {LDFLAGS}"
 )
-LINK = (
-    "-shared -pthread -Wl,-soname,librdmafork.so -Wl,--version-script=csrc/librdmafork.map "
-    "-Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,nodelete"
-)
-# $CFLAGS take the place of what Python was built with, which optimizes.
+UNSET = {"CC": sysconfig.get_config_var("CC"), "CPPFLAGS": "", "CFLAGS": "", "LDFLAGS": ""}
+# For the modules, $CFLAGS take the place of what Python was built with, which optimizes.
 OPTIMIZE = [] if "-O" in os.environ.get("CFLAGS", "-O") else ["-O3"]
 # For `make coverage`: the modules tell coverage.py of each line, in code without the GIL too.
 TRACED = "RDMAFORK_LINETRACE" in os.environ
@@ -33,44 +33,34 @@ TRACED = "RDMAFORK_LINETRACE" in os.environ
 class build(build_ext):
     """Beside Python's modules, one ordinary shared library without an init function."""
 
-    def initialize_options(self):
-        super().initialize_options()
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = None  # the library comes first
         # coverage.py finds lines in the C beside a module's source.
         self.cython_c_in_temp = not TRACED
         # What threads share has a lock of its own; where there is a GIL this adds nothing.
         self.cython_directives = {"freethreading_compatible": True, "linetrace": TRACED}
 
-    def finalize_options(self):
-        super().finalize_options()
-        self.parallel = None  # the library comes first
-
     def get_ext_filename(self, fullname):
-        if fullname in (LIBRARY, LIBRARY.rpartition(".")[2]):
-            return os.path.join(*fullname.split(".")) + ".so"
+        if fullname.endswith("librdmafork"):
+            return fullname.replace(".", os.sep) + ".so"
         return super().get_ext_filename(fullname)
 
     def build_extension(self, ext):
-        if ext.name == LIBRARY:
-            return self.build_library(ext, self.get_ext_fullpath(LIBRARY))
-        ext.library_dirs.append(os.path.dirname(self.get_ext_fullpath(LIBRARY)))
-        return super().build_extension(ext)
-
-    def build_library(self, ext, output):
-        if not (self.force or newer_group(ext.sources + ext.depends, output)):
-            return
-        # Not the flags Python was built with: the library knows nothing of Python.
-        compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
-        wished = {name: os.environ.get(name, "") for name in ("CPPFLAGS", "CFLAGS", "LDFLAGS")}
-        flags = "{} {CPPFLAGS} {CFLAGS} {} {LDFLAGS}".format(COMPILE, LINK, **wished)
-        self.mkpath(os.path.dirname(output))
-        command = shlex.split(f"{compiler} {flags}")
-        self.spawn([*command, *ext.sources, "-ldl", "-o", output])
+        library = self.get_ext_fullpath(LIBRARY)
+        if ext.name != LIBRARY:
+            ext.library_dirs.append(os.path.dirname(library))
+            super().build_extension(ext)
+        elif self.force or newer_group(ext.sources + ext.depends, library):
+            self.mkpath(os.path.dirname(library))
+            command = shlex.split(COMMAND.format_map(UNSET | os.environ))
+            self.spawn([*command, *ext.sources, "-ldl", "-o", library])
 
 
-def module(name):
+def module(source):
     return Extension(
-        f"rdmafork.{name}",
-        [f"rdmafork/{name}.pyx"],
+        source.removesuffix(".pyx").replace("/", "."),
+        [source],
         depends=HEADERS,
         include_dirs=["csrc"],
         libraries=["rdmafork"],
@@ -80,7 +70,6 @@ def module(name):
     )
 
 
-library = Extension(LIBRARY, SOURCES, depends=[*HEADERS, "setup.py"])
+extensions = [Extension(LIBRARY, SOURCES, depends=[*HEADERS, "setup.py"]), *map(module, MODULES)]
 # Elsewhere the package installs, and says at import what it needs.
-extensions = [library, *map(module, MODULES)] if sys.platform == "linux" else []
-setup(cmdclass={"build_ext": build}, ext_modules=extensions)
+setup(cmdclass={"build_ext": build}, ext_modules=extensions if sys.platform == "linux" else [])

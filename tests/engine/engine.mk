@@ -1,5 +1,7 @@
 # The engine alone: its own tests, sanitizers and fuzzers. Included by the Makefile.
 
+.PHONY: ctest asan tsan mutants fuzz asan-python
+
 ## ---- The engine alone: tests/engine ------------------------------------------------------
 
 CSHARED := $(filter-out tests/engine/test_%,$(wildcard tests/engine/*.c))
@@ -42,6 +44,9 @@ asan_RUN := ASAN_OPTIONS=detect_stack_use_after_return=1:$(ASAN_OPTIONS) \
 	UBSAN_OPTIONS=print_stacktrace=1:$(UBSAN_OPTIONS)
 tsan_RUN := TSAN_OPTIONS=halt_on_error=1:die_after_fork=0:$(TSAN_OPTIONS) $(FIXED)
 
+# Programs own what they touch, and share the pool of huge pages through a lock.
+CORES := $(shell nproc)
+
 # variant NAME: its objects and programs in build/ctest/NAME, and a target that runs them.
 define variant
 $(1)_OBJECTS := $$(patsubst %.c,build/ctest/$(1)/%.o,$(SOURCES) $(CSHARED))
@@ -58,6 +63,8 @@ build/ctest/$(1)/test_intercept: private LDFLAGS += $$(addprefix -Wl$$(,)--expor
 # As the library is linked: to look a symbol up takes kilobytes of stack.
 build/ctest/$(1)/test_handler_stack: private LDFLAGS += -Wl,-z,now
 build/ctest/$(1)/fuzz_proc: private LDFLAGS += $$(PROC_LDFLAGS)
+# To answer as a device does.
+build/ctest/$(1)/test_descriptors: private LDFLAGS += -Wl$$(,)--wrap=ioctl
 # What fuzzing has found, or is to begin with, played again, and random inputs.
 build/ctest/$(1)/fuzz_%: build/ctest/$(1)/tests/fuzz/fuzz_%.o \
 		build/ctest/$(1)/tests/fuzz/replay.o $$($(1)_OBJECTS)
@@ -68,13 +75,10 @@ build/ctest/$(1)/soak: $$(SOAKED:%.c=build/ctest/$(1)/%.o) $$($(1)_OBJECTS)
 
 .PHONY: ctest-$(1)
 .PRECIOUS: build/ctest/$(1)/%.o
-ctest-$(1): $$(patsubst %,build/ctest/$(1)/%,$$(CTESTS) $$(FUZZERS))
+# Those that take longest come first.
+ctest-$(1): $$(patsubst %,build/ctest/$(1)/%,$$(filter $$(SLOW),$$(CTESTS)) $$(CTESTS) $$(FUZZERS))
 	@test -n '$$^' || { echo 'no tests/engine/test_*.c' >&2; exit 1; }
-	@failed=0; for program in $$^; do \
-		if $$($(1)_RUN) timeout 600 $$$$program >$$$$program.log 2>&1; \
-		then echo "ok      $(1)	$$$${program##*/}"; \
-		else echo "FAILED  $(1)	$$$${program##*/} ($$$$?)"; cat $$$$program.log; failed=1; fi; \
-	done; exit $$$$failed
+	@printf '%s\n' $$^ | xargs -n 1 -P $(CORES) env $$($(1)_RUN) tests/engine/run.sh $(1)
 -include $$($(1)_OBJECTS:.o=.d) $(CTESTS:%=build/ctest/$(1)/tests/engine/%.d)
 -include $(FUZZERS:%=build/ctest/$(1)/tests/fuzz/%.d) build/ctest/$(1)/tests/fuzz/replay.d
 -include $(SOAKED:%.c=build/ctest/$(1)/%.d)
@@ -88,10 +92,10 @@ tsan: ctest-tsan	## the same under ThreadSanitizer
 
 SAMPLE := 100
 SEED := 1
-mutants: $(CTESTS:%=build/ctest/debug/%)	## $(SAMPLE) small changes of csrc/*.c, by $(SEED): do the tests notice?
+mutants: $(patsubst %,build/ctest/debug/%,$(CTESTS) $(FUZZERS))	## $(SAMPLE) small changes of csrc/, by $(SEED): do the tests notice?
 	@$(PYTHON) tests/tools/mutants.py --compiler '$(CC) $(CTEST_CFLAGS) $(debug_CFLAGS) $(CFLAGS)' \
-		--objects '$(debug_OBJECTS)' --quick '$(filter-out $(SLOW),$(CTESTS))' --slow '$(SLOW)' \
-		--sample $(SAMPLE) --seed $(SEED)
+		--objects '$(debug_OBJECTS)' --quick '$(filter-out $(SLOW),$(CTESTS) $(FUZZERS))' --slow '$(SLOW)' \
+		--fuzz-proc='$(PROC_LDFLAGS)' --sample $(SAMPLE) --seed $(SEED)
 
 ## ---- Fuzzing: tests/fuzz -------------------------------------------------------------
 

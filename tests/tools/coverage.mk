@@ -1,5 +1,7 @@
 # What the tests reach. Included by the Makefile.
 
+.PHONY: coverage
+
 COVERED := $(VENV)/coverage
 COVERAGE := build/coverage
 # A child's counts hold its parent's once more, so they grow to what gcovr takes for errors.

@@ -1,5 +1,7 @@
 # What is checked without running it. Included by the Makefile.
 
+.PHONY: lint lint-c format
+
 # Trailing comments and macros' values may be aligned by hand: only what is left of them counts.
 TIGHT := sed -E 's/([^ \t])[ \t]+/\1 /g'
 CFORMATTED = $(wildcard $(addsuffix /*.[ch],csrc csrc/preload tests/engine tests/fuzz tests/soak examples/*))

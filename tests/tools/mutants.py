@@ -1,13 +1,13 @@
-"""Change the engine at random and see whether the tests of tests/engine notice.
+"""Change the engine at random and see whether the programs of tests/engine and tests/fuzz notice.
 
     make mutants SAMPLE=100 SEED=1
 
-A mutant is csrc/*.c with one change: an operator, a constant, a condition, a statement, two
-arguments. It counts if it compiles without a warning and its object code differs from the
-original's, so most changes that change nothing are left out. Each is linked with the objects
-of build/ctest/debug, and the programs run until one fails or takes too long: first the one
-named as the file, then the quick ones, those that have killed most before the others.
-build/mutants.tsv has a line a mutant.
+A mutant is one file of csrc/ or csrc/preload/ with one change: an operator, a constant, a
+condition, a statement, two arguments. It counts if it compiles without a warning and its object
+code differs from the original's, so most changes that change nothing are left out. Each is
+linked with the objects of build/ctest/debug, and the programs run until one fails or takes too
+long: first the one named as the file, then the quick ones, those that kill most in the least
+time. build/mutants.tsv has a line a mutant; one that took too long was "stopped by" its program.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from pathlib import Path
 
 # At the depth of the debug programs: they look for what they load beside their folder.
 PLACE = Path("build/ctest/mutants")
+TESTS = Path("build/ctest/debug/tests")
 ASKED = [f"-Wl,--export-dynamic-symbol={name}" for name in ("standin_wait", "standin_asks")]
 LINK = ["-Wl,-S", "-Wl,-z,now", *ASKED, "-ldl"]
 SWAPS = {
@@ -54,15 +55,21 @@ CONSTANT = re.compile(r"(?<![\w.])(?:0|[1-9]\d*)(?=[uUlL]*\b)")
 CONDITION = re.compile(r"\b(?:if|while) \(")
 STATEMENT = re.compile(r"(?<=[;{})])\s*\n\t+((?:[a-z_*(]|\+\+|--)[^;{}]*;)")
 ARGUMENTS = re.compile(r"(?<=[(,])\s*([^(),;]+), ([^(),;]+)(?=[,)])")
+# The tests' own: faults that are injected, and walkers that check a structure.
+TESTING = re.compile(r"^#ifdef RF_TESTING$.*?(?=^#(?:else|endif))", re.M | re.S)
+CHECKS = re.compile(
+    r"^(?:static )?void (?:check_\w+|rf_\w+_check)\([^;]*?\)\n\{.*?^\}", re.M | re.S
+)
 
 
 def masked(text):
-    """The same length, without comments, strings, directives and asserts."""
+    """The same length, without comments, strings, directives, asserts and the tests' own."""
 
     def blank(match):
         return re.sub(r"[^\n]", " ", match[0])
 
     text = re.sub(r'/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', blank, text, flags=re.S)
+    text = CHECKS.sub(blank, TESTING.sub(blank, text))
     text = re.sub(r"^#(?:.*\\\n)*.*", blank, text, flags=re.M)
     return re.sub(r"\bRF_ASSERT\w*\([^;]*;", blank, text)
 
@@ -100,7 +107,8 @@ def changes(text):
 
 def compile_text(compiler, path, text, output):
     """The object code, None if it does not compile without a warning."""
-    command = [*compiler, "-g0", "-Werror", "-x", "c", "-c", "-", "-o", output]
+    command = [*compiler, "-iquote", path.parent, "-g0", "-Werror", "-x", "c", "-c", "-"]
+    command += ["-o", output]
     command = [word for word in command if word not in ("-MMD", "-MP")]
     text = f'# 1 "{path}"\n{text}'
     done = subprocess.run(command, input=text, text=True, stderr=subprocess.DEVNULL, check=False)
@@ -133,7 +141,7 @@ def end_session(leader):
     """Scenarios have process groups of their own; one that went on would hold locks."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            session = int(stat.read_text().rpartition(")")[2].split()[3])
+            session = int(stat.read_bytes().rpartition(b")")[2].split()[3])
             if session == leader:
                 os.kill(int(stat.parent.name), signal.SIGKILL)
         except (FileNotFoundError, ProcessLookupError):
@@ -141,7 +149,7 @@ def end_session(leader):
 
 
 def run(program, seconds):
-    """Did it fail, or take longer? What it has made ends with it."""
+    """How it ended the mutant, or None if it noticed nothing. What it has made ends with it."""
     with subprocess.Popen(
         [program],
         stdout=subprocess.DEVNULL,
@@ -149,9 +157,9 @@ def run(program, seconds):
         start_new_session=True,
     ) as process:
         try:
-            return process.wait(seconds) != 0
+            return "killed" if process.wait(seconds) else None
         except subprocess.TimeoutExpired:
-            return True
+            return "stopped"
         finally:
             end_session(process.pid)
 
@@ -162,6 +170,7 @@ def main():
     parser.add_argument("--objects", type=str.split, required=True)
     parser.add_argument("--quick", type=str.split, required=True)
     parser.add_argument("--slow", type=str.split, default=[])
+    parser.add_argument("--fuzz-proc", type=str.split, default=[], help="its flags for the linker")
     parser.add_argument("--sample", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--list", type=Path, default=Path("build/mutants.tsv"))
@@ -182,27 +191,33 @@ def main():
         ]
 
         def order(name):
-            namesake = name == f"test_{path.stem}"
-            return not namesake, name in options.slow, -killed_by[name], seconds[name]
+            namesake = name in (f"test_{path.stem}", f"fuzz_{path.stem}")
+            rate = (1 + killed_by[name]) / (0.3 + seconds[name])
+            return not namesake, name in options.slow, -rate
 
         for name in sorted(seconds, key=order):
             program = PLACE / name
-            test = Path("build/ctest/debug/tests/engine", name + ".o")
-            subprocess.check_call([*options.compiler, test, *objects, *LINK, "-o", program])
-            if run(program, 10 + 4 * seconds[name]):
-                return name
-        return None
+            flags = LINK + (options.fuzz_proc if name == "fuzz_proc" else [])
+            own = [TESTS / "engine" / f"{name}.o"]
+            if name.startswith("fuzz_"):
+                own = [TESTS / "fuzz" / f"{name}.o", TESTS / "fuzz/replay.o"]
+            subprocess.check_call([*options.compiler, *own, *objects, *flags, "-o", program])
+            # Twice: by chance, or waiting for huge pages, one may fail without a change.
+            end = run(program, 10 + 4 * seconds[name]) and run(program, 10 + 4 * seconds[name])
+            if end:
+                return name, f"{end} by {name}"
+        return None, "survived"
 
     survived = done = 0
-    paths = sorted(Path("csrc").glob("*.c"))
+    paths = sorted(Path("csrc").rglob("*.c"))
     with options.list.open("w") as out:
         for mutant in mutants(options.compiler, paths, random.Random(options.seed)):
             path, line, change, changed = mutant
-            name = killer(path, changed)
+            name, end = killer(path, changed)
             done += 1
             killed_by[name] += 1
             survived += name is None
-            row = f"{path}:{line}\t{change}\t{f'killed by {name}' if name else 'survived'}"
+            row = f"{path}:{line}\t{change}\t{end}"
             print(row, file=out, flush=True)
             print(f"{done}/{options.sample}\t{row}", flush=True)
             if done == options.sample:

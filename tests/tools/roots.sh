@@ -1,8 +1,11 @@
 #!/bin/bash
-# What make wheel made, in Debian roots of their own, without a network: make test-pythons, test-bare.
+# What make wheel made, in Debian roots of their own, without a network: make test-pythons, test-bare,
+# test-debian.
 #
 #     roots.sh pythons    the sdist with each Python of sid, 3.13 and later: built, tested, type-checked
 #     roots.sh bare       the wheel beside nothing but the Python it is for
+#     roots.sh debian     packages of sid from the sdist and packaging/debian: the same built twice,
+#                         looked at by lintian, installed, tested
 #
 # The roots stay in build/roots until other packages are asked for; to have newer ones, remove them.
 set -euo pipefail
@@ -91,6 +94,43 @@ with rdmafork.register(bytearray(1 << 20)) as region:
     print(rdmafork.__version__, *rdmafork.protected_ranges())'
 	step "bare-$suite" env PYTHONPATH=/opt/rdmafork python3 -m rdmafork demo
 	step "bare-$suite" env PYTHONPATH=/opt/rdmafork sh -c 'python3 -m rdmafork doctor; [ $? -le 1 ]'
+}
+
+debian() {
+	local version place=$roots/debian/rdmafork
+	root debian sid "$(echo build-essential cython3 debhelper dh-python fakeroot help2man libibverbs1 \
+		lintian perl-openssl-defaults pkgconf procps pybuild-plugin-pyproject strace \
+		python3-{all-dev,hypothesis,numpy,pip,pytest,pytest-timeout,setuptools,setuptools-scm} |
+		tr ' ' ,)"
+	version=$(basename dist/*.tar.gz .tar.gz)
+	version=${version#rdmafork-}
+	version=${version%%.dev*} # pybuild takes no other
+	rm -rf "$place"
+	mkdir -p "$place/source" "$place/tested"
+	tar -xzf dist/*.tar.gz -C "$place/source" --strip-components=1
+	cp -r packaging/debian "$place/source"
+	printf '%s\n' "rdmafork ($version-1) unstable; urgency=medium" '' \
+		'  * Built by make test-debian.' '' \
+		" -- rdmafork contributors <rdmafork@example.org>  $(date -R)" >"$place/source/debian/changelog"
+	step debian bash -ec '# dpkg-buildpackage, twice
+		cd /rdmafork/source
+		for build in first second; do
+			dpkg-buildpackage -us -uc -b >../$build.log 2>&1 || { tail -n 60 ../$build.log; exit 1; }
+			export DEB_BUILD_OPTIONS=nocheck
+			mkdir ../$build && mv ../*.deb ../$build
+		done
+		cd .. && diff -r first second && ls -sh first'
+	step debian bash -ec '# lintian
+		lintian --allow-root --suppress-tags initial-upload-closes-no-bugs \
+			--fail-on error,warning /rdmafork/first/*.deb'
+	step debian bash -ec '# the installed packages
+		dpkg -i /rdmafork/first/{librdmafork-dev,python3-rdmafork}_*.deb >/dev/null
+		cd /rdmafork/tested && cp -r ../source/{pyproject.toml,examples,tests} .
+		python3 -W error -c "import rdmafork; print(rdmafork.__file__, rdmafork.__version__)"
+		python3 -m pytest -q -p no:cacheprovider tests/surface/test_{buffer,child,modes,on_fork}.py \
+			tests/package/test_c_api.py
+		cc examples/c_program/survives.c $(pkg-config --cflags --libs rdmafork) -o survives && ./survives
+		rdmafork demo >/dev/null'
 }
 
 "$1"

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "ask.h"
+#include "kernel.h"
 #include "marks.h"
 
 #include <errno.h>
@@ -36,10 +37,32 @@ int rf_ask_ends(struct rf_tracker *tracker, struct rf_slot *slot)
 	return rc < 0 ? rc : ask_end(tracker, slot->end - 1, &slot->end_shift);
 }
 
+/*
+ * Do both ends of @slot lie on base pages? The second base page of a huge one tells. One system
+ * call, or two, where /proc/self/maps may have to be read as text. False if the kernel does not
+ * say.
+ */
+static bool has_base_ends(const struct rf_tracker *tracker, const struct rf_slot *slot)
+{
+	const struct rf_kernel *kernel = tracker->kernel;
+	const unsigned int shift = rf_kernel_huge_shift(kernel);
+	const uintptr_t first = rf_down(slot->start, shift) + kernel->page_size;
+	const uintptr_t last = rf_down(slot->end - 1, shift) + kernel->page_size;
+
+	/* A kernel that is trusted for its version is later than 5.16. */
+	if (!shift || !kernel->copy_trusted || kernel->trust_how != RF_HOW_VERSION)
+		return false;
+	return !rf_sys_is_in_huge_page(first, kernel->page_size) &&
+	       (first == last || !rf_sys_is_in_huge_page(last, kernel->page_size));
+}
+
 int rf_ask_ends_alone(struct rf_tracker *tracker, struct rf_slot *slot)
 {
-	int rc = rf_vma_open(&tracker->reader);
+	int rc;
 
+	if (has_base_ends(tracker, slot))
+		return 0;
+	rc = rf_vma_open(&tracker->reader);
 	if (rc < 0)
 		return rc;
 	rc = rf_ask_ends(tracker, slot);
@@ -98,23 +121,18 @@ int rf_ask(struct rf_tracker *tracker, uintptr_t start, uintptr_t end, bool will
 	enum rf_nature nature;
 	struct rf_vma vma;
 	uintptr_t at, stop;
-	int rc = 0;
+	int rc;
 
 	*hole = 0;
 	for (at = start; at < end; at = stop) {
-		rc = rf_vma_find(&tracker->reader, at, &vma);
-		if (rc < 0 && rc != -ENOENT)
+		rc = rf_vma_part(&tracker->reader, at, end, &vma, &stop);
+		if (rc < 0)
 			return rc;
-		if (rc == -ENOENT || vma.start > at) {
-			*hole = *hole ? *hole : at;
-			nature = RF_NATURE_UNASKED;
-			stop = rc == -ENOENT || vma.start > end ? end : vma.start;
-		} else {
-			nature = nature_of(tracker, &vma);
-			stop = vma.end < end ? vma.end : end;
-			if (will_split)
-				touch_before_split(tracker, &vma, at, stop);
-		}
+		nature = rc ? nature_of(tracker, &vma) : RF_NATURE_UNASKED;
+		if (rc && will_split)
+			touch_before_split(tracker, &vma, at, stop);
+		if (!rc && !*hole)
+			*hole = at;
 		if (nature != stretch.nature) {
 			rc = record(tracker, &stretch);
 			if (rc < 0)
@@ -130,15 +148,15 @@ int rf_ask_is_shared(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
 	int rc = rf_vma_open(&tracker->reader);
 	struct rf_vma vma;
-	bool shared = true;
-	uintptr_t at;
+	uintptr_t stop = end;
 
 	if (rc < 0)
 		return rc;
-	for (at = start; rc >= 0 && shared && at < end; at = vma.end) {
-		rc = rf_vma_find(&tracker->reader, at, &vma);
-		shared = rc >= 0 && vma.start <= at && vma.shared;
+	for (rc = 1; rc > 0 && start < end; start = stop) {
+		rc = rf_vma_part(&tracker->reader, start, end, &vma, &stop);
+		if (rc > 0)
+			rc = vma.shared;
 	}
 	rf_vma_close(&tracker->reader);
-	return rc < 0 && rc != -ENOENT ? rc : shared;
+	return rc;
 }

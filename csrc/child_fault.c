@@ -13,13 +13,15 @@ struct kept {
 static bool chosen = true;
 static struct kept kept[RF_KEPT]; /* the last fork's first */
 static struct rf_file error_output;
-/* What ours stands in front of; and what it stood in front of at first in this process tree. */
+/* The action that ours replaced last, and the one that it replaced first in this process tree. */
 static struct sigaction before, first;
 static bool has_first;
+/* The one to go on with. A handler that ours gave way to may put ours back, and raise again. */
+static const struct sigaction *next = &before;
 
 /*
- * Who tells: a process tells once. By pid, so that a child, which has its parent's memory or
- * shares it (vfork()), tells for itself.
+ * The process that has begun to tell, and the one that has told: each does it once. They are
+ * pids, as a child finds its parent's here, and shares them after vfork().
  */
 static int32_t teller, told;
 
@@ -28,7 +30,7 @@ void rf_child_fault_choose(bool explain)
 	chosen = explain;
 }
 
-/* ---- What is kept ---- */
+/* ---- The state kept from forks ---- */
 
 void rf_child_fault_keep(struct rf_child_list *list, struct rf_registry *registry, bool torn)
 {
@@ -82,7 +84,7 @@ static void put_address(struct line *line, uintptr_t address)
 /* A reader that does not read must not make a child hang. */
 static void say(const struct line *line)
 {
-	if (rf_sys_is_writable(2))
+	if (rf_sys_is_writable(2) > 0)
 		(void)rf_sys_write(2, line->text, line->nbytes);
 }
 
@@ -152,7 +154,7 @@ static void put_all(struct line *line, const struct kept *from, const struct rf_
 	put_address(line, address);
 	put(line, ": a child does not inherit this memory, ");
 	put_registration(line, from, area, address);
-	put(line, ". A child that needs it: use shared memory, register with on_fork=\"wipe\" or "
+	put(line, ". If a child needs it: use shared memory, register with on_fork=\"wipe\" or "
 		  "\"keep\", or copy it before fork().\n");
 }
 
@@ -227,7 +229,7 @@ static bool is_ours(const struct sigaction *action)
 }
 
 /*
- * Called by a handler that stands in front of ours. Do what the action would have done that
+ * Called by a handler that stands in front of ours. Do as the action would have done that
  * ours was in front of when that handler was installed: a sent signal does not come again.
  */
 static void go_on(int signo, siginfo_t *info, void *context)
@@ -237,7 +239,7 @@ static void go_on(int signo, siginfo_t *info, void *context)
 	} else if (first.sa_handler != SIG_DFL) {
 		first.sa_handler(signo);
 	} else {
-		(void)rf_sys_set_action(signo, &first);
+		(void)rf_sys_action(signo, &first, NULL);
 		if (info->si_code <= 0)
 			(void)rf_sys_send_again(signo, info);
 	}
@@ -245,17 +247,20 @@ static void go_on(int signo, siginfo_t *info, void *context)
 
 static void on_fault(int signo, siginfo_t *info, void *context)
 {
+	/* Threads that fault at the same time go on with the same. */
+	const struct sigaction *action = __atomic_load_n(&next, __ATOMIC_ACQUIRE);
 	struct sigaction now;
 
-	if (rf_sys_action(signo, &now) >= 0 && !is_ours(&now)) {
+	if (rf_sys_action(signo, NULL, &now) >= 0 && !is_ours(&now)) {
 		go_on(signo, info, context);
 		return;
 	}
 	if (info->si_code > 0)
 		explain_once(info);
-	/* Not over what another thread, that faulted as well, has put there meanwhile. */
-	if (rf_sys_action(signo, &now) < 0 || is_ours(&now))
-		(void)rf_sys_set_action(signo, &before);
+	__atomic_store_n(&next, &first, __ATOMIC_RELAXED);
+	/* Another thread that faulted may have put an action there meanwhile: that one stays. */
+	if (rf_sys_action(signo, NULL, &now) < 0 || is_ours(&now))
+		(void)rf_sys_action(signo, action, NULL);
 	/* Sent, by kill(), raise() or a timer. */
 	if (info->si_code <= 0)
 		(void)rf_sys_send_again(signo, info);
@@ -266,7 +271,7 @@ int rf_child_fault_arm(void)
 	struct sigaction ours = { .sa_sigaction = on_fault }, now;
 
 	if (!kept[0].areas || rf_sys_identify(2, &error_output) < 0 ||
-	    rf_sys_action(SIGSEGV, &now) < 0)
+	    rf_sys_action(SIGSEGV, NULL, &now) < 0)
 		return 0;
 	__atomic_store_n(&told, 0, __ATOMIC_RELAXED);
 	__atomic_store_n(&teller, 0, __ATOMIC_RELEASE);
@@ -278,7 +283,8 @@ int rf_child_fault_arm(void)
 	if (!has_first)
 		first = now;
 	has_first = true;
+	__atomic_store_n(&next, &before, __ATOMIC_RELEASE);
 	ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
 	sigemptyset(&ours.sa_mask);
-	return rf_sys_set_action(SIGSEGV, &ours) >= 0;
+	return rf_sys_action(SIGSEGV, &ours, NULL) >= 0;
 }

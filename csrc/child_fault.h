@@ -9,15 +9,15 @@
  *	return > the instruction faults again, with the same siginfo, and all goes on as it
  *		 would have: default action, core dump, faulthandler, the program's handler
  *
- * What is kept for that of the parent's: the areas of the child list, without their bytes,
+ * Two things of the parent's are kept for that: the areas of the child list, without bytes,
  * and its table of registrations. Both are the parent's pages, so a fork copies nothing. A
  * child that has all it touches keeps nothing and has no action.
  *
  * A system call that is given such an address returns EFAULT, and nothing is said. SIGBUS is
  * not ours: the kernel raises it where something is mapped.
  *
- * The handler allocates nothing and takes no lock. What it uses changes as a process becomes
- * a child, and in rf_child_fault_arm().
+ * The handler allocates nothing and takes no lock. Its state changes as a process becomes a
+ * child, and in rf_child_fault_arm().
  */
 #ifndef RF_CHILD_FAULT_H
 #define RF_CHILD_FAULT_H
@@ -29,14 +29,14 @@
 void rf_child_fault_choose(bool explain);
 
 /*
- * Take from @list and @registry, which are the parent's, what the handler needs. Those of
+ * Take the handler's state from @list and @registry, which are the parent's. Those of
  * the last RF_KEPT forks on the way to this process are kept. @torn: the registry may be
  * in the middle of a change.
  */
 #define RF_KEPT 4
 void rf_child_fault_keep(struct rf_child_list *list, struct rf_registry *registry, bool torn);
 
-/* Say on stderr what this child could not have, if there is any such area. */
+/* Say on stderr which areas this child could not have, if there are any. */
 void rf_child_fault_tell_refused(const struct rf_refused *refused);
 
 /*

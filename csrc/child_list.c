@@ -7,10 +7,10 @@
 
 /* Less than this is kept from fork to fork: faulting it in anew takes as long as copying it. */
 #define TRIMMED ((size_t)16 << 20)
-/* From here on a transparent huge page is worth a system call: it takes a seventh of the time. */
+/* From this size on a transparent huge page, a seventh of the time, is worth a system call. */
 #define HUGE ((size_t)2 << 20)
 
-/* In bytes, what is reserved in each round; the next takes the shorter ones. */
+/* The least bytes of an area reserved in each round; the next round takes shorter areas. */
 static const size_t shortest[] = { 1u << 24, 1u << 20, 1u << 16, 0 };
 
 #define ROUNDS (sizeof(shortest) / sizeof(*shortest))
@@ -99,21 +99,19 @@ static int append_copies(struct collection *to, struct rf_area area)
 /* The end of its first part with one protection; nothing, where nothing is mapped. */
 static uintptr_t ask_protection(struct collection *to, struct rf_area *area)
 {
+	uintptr_t stop = area->end;
 	struct rf_vma vma;
 	int rc;
 
 	area->protection = PROT_READ | PROT_WRITE;
 	if (!to->open)
-		return area->end;
-	rc = rf_vma_find(&to->tracker->reader, area->start, &vma);
-	if (rc < 0 && rc != -ENOENT)
-		return area->end;
-	if (rc == -ENOENT || vma.start > area->start) {
+		return stop;
+	rc = rf_vma_part(&to->tracker->reader, area->start, area->end, &vma, &stop);
+	if (rc > 0)
+		area->protection = vma.protection;
+	if (!rc)
 		area->finds = RF_FINDS_NOTHING;
-		return rc < 0 || vma.start > area->end ? area->end : vma.start;
-	}
-	area->protection = vma.protection;
-	return vma.end < area->end ? vma.end : area->end;
+	return stop;
 }
 
 /* The child maps pages as the parent's mappings are: their protection is asked here. */
@@ -164,7 +162,7 @@ static int collect_area(struct collection *to, uintptr_t start, uintptr_t end, u
 	return rc;
 }
 
-/* Of pages that wait to be unmarked a child lacks those that one registration has filled. */
+/* A child lacks pages that wait to be unmarked, if one registration had filled them. */
 static uint8_t finds_on(const struct rf_range *range)
 {
 	if (!rf_range_is_counted(range) && range->flags & RF_RANGE_TO_UNMARK &&
@@ -212,7 +210,7 @@ static bool is_copy(const struct rf_area *area)
 	return area->finds == RF_FINDS_COPY && area->at;
 }
 
-/* Not by loads: what is not held may be unmapped or inaccessible by now. */
+/* By a system call: memory that is not held may be unmapped or inaccessible by now. */
 static bool read_one(struct rf_areas *areas, const struct rf_area *area)
 {
 	const size_t nbytes = area->end - area->start;
@@ -271,6 +269,17 @@ static void read_all(struct rf_child_list *list)
 	read_batch(areas, &batch);
 }
 
+/* Those that the bytes fill, so that no more memory is taken. A refusal costs time alone. */
+static void want_huge_pages(const struct rf_areas *areas)
+{
+	const uintptr_t mask = HUGE - 1;
+	const uintptr_t start = ((uintptr_t)areas + areas->bytes_at + mask) & ~mask;
+	const uintptr_t end = ((uintptr_t)areas + areas->used) & ~mask;
+
+	if (start < end)
+		(void)rf_sys_madvise(start, end - start, MADV_HUGEPAGE);
+}
+
 static int save_bytes(struct rf_child_list *list)
 {
 	struct rf_areas *spare = list->spare;
@@ -290,11 +299,12 @@ static int save_bytes(struct rf_child_list *list)
 	if (grow(&list->spare, at) < 0)
 		return -ENOMEM;
 	list->spare->used = at;
+	want_huge_pages(list->spare);
 	read_all(list);
 	return 0;
 }
 
-/* ---- What is reserved ---- */
+/* ---- Reserved addresses ---- */
 
 static bool may_be_reserved(const struct rf_area *area)
 {
@@ -389,7 +399,7 @@ int rf_child_list_make(struct rf_child_list *list, struct rf_tracker *tracker, u
 
 #define UNSANITIZED __attribute__((no_sanitize("address", "thread", "undefined")))
 
-/* Not memcpy(): to a sanitizer that is the program's own, which may not write there. */
+/* A sanitizer takes memcpy() for the program's own, which may not write there. */
 UNSANITIZED static void store(uintptr_t to, const char *from, size_t nbytes)
 {
 	volatile uint64_t *words = (volatile uint64_t *)to;
@@ -401,13 +411,14 @@ UNSANITIZED static void store(uintptr_t to, const char *from, size_t nbytes)
 	}
 }
 
-/* Where nothing is mapped in [@start, @end): some of its pages may be there. The first error. */
+/* Map zeros on those pages of [@start, @end) that are absent. The first error. */
 static int map_zeros(uintptr_t start, uintptr_t end, int protection, size_t page_size)
 {
 	int rc = rf_sys_map_at(start, end - start, protection), other;
 	uintptr_t middle;
 
-	if (rc != -EEXIST || end - start <= page_size || rf_sys_is_mapped(start, end - start))
+	if (rc != -EEXIST || end - start <= page_size ||
+	    rf_sys_is_mapped(start, end - start) > 0)
 		return rc;
 	middle = start + (end - start) / page_size / 2 * page_size;
 	rc = map_zeros(start, middle, protection, page_size);
@@ -442,7 +453,7 @@ static void give_back(struct rf_child_list *list, const struct rf_area *first,
 		if (first->protection != writable)
 			(void)rf_sys_protect(start, nbytes, first->protection);
 	} else if (last - first > 1) {
-		/* Only some may be there. */
+		/* Some of them may be mapped: try each by itself. */
 		for (; first < last; first++)
 			give_back(list, first, first + 1, how);
 	} else {
@@ -467,7 +478,7 @@ static bool is_wiped(const struct rf_area *area)
 	return area->mark == RF_MARK_WIPEONFORK;
 }
 
-/* This may be the child of a fork in the middle of another one's marking. */
+/* Another thread's fork may have been marking pages as this child was made. */
 static bool may_be_wiped(const struct rf_areas *areas, const struct rf_area *area)
 {
 	return is_wiped(area) || (areas->early && area->finds == RF_FINDS_ZEROS);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * The list of pages kept from a child, and what it finds there: made as a fork is prepared,
+ * The list of pages kept from a child, and of their replacements: made as a fork is prepared,
  * applied once in the child, before the child maps anything.
  *
  *	pages       |----------------|----------------|----------------|
@@ -17,10 +17,10 @@
  *
  * A child may be made while another thread is in the middle of any change, that of
  * another fork's list too. So a list is written where no child looks, and then shown by
- * one store. Bytes are as they were when the fork was prepared: what a thread writes
- * there until the child is made, it writes for the parent alone.
+ * one store. Bytes are as they were when the fork was prepared: a thread that writes
+ * there before the child is made writes for the parent alone.
  *
- * Nothing is mapped over what is mapped there: a registration that ends while a fork is
+ * Nothing is mapped over another mapping: a registration that ends while a fork is
  * under way leaves its pages to the child, and a library that was loaded earlier may have
  * mapped something in its child handler. The child is told of the latter.
  *
@@ -47,7 +47,7 @@ struct rf_areas {
 	size_t mapped;
 	size_t bytes_at, used;
 	uint32_t count;
-	bool early;		/* marks follow: what is to be zeros may be wiped by then */
+	bool early;		/* marks follow: areas of zeros may be wiped by then */
 	struct rf_area areas[];
 };
 
@@ -70,7 +70,7 @@ struct rf_child_list {
 	struct rf_refused refused; /* in a child: the first there was */
 };
 
-/* Registrations take room for so many bytes in advance; a fork for what is beyond that. */
+/* Registrations take room for so many bytes in advance; a fork takes the rest. */
 #define RF_LIST_ROOM ((uint64_t)64 << 20)
 
 /* The rest of rf_child_list_reserve(), where there is less. */
@@ -90,8 +90,8 @@ static inline int rf_child_list_reserve(struct rf_child_list *list, uint64_t are
 }
 
 /*
- * Show what a child made from now on is to find. [@start, @end) is about to be marked as
- * well. What cannot be read is reserved instead. -ENOMEM: what was shown before is shown.
+ * Show the list to children made from now on. [@start, @end) is about to be marked as well.
+ * Bytes that cannot be read are reserved instead. -ENOMEM: the list shown before is shown.
  */
 int rf_child_list_make(struct rf_child_list *list, struct rf_tracker *tracker, uintptr_t start,
 		       uintptr_t end);

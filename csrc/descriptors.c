@@ -6,9 +6,9 @@
 #include <string.h>
 
 /* Order matters to forks alone, which see all that their thread and others have stored. */
-static void set_number(struct rf_descriptor *item, int number)
+static void set_number(int *to, int number)
 {
-	__atomic_store_n(&item->number, number, __ATOMIC_RELEASE);
+	__atomic_store_n(to, number, __ATOMIC_RELEASE);
 }
 
 /* The item of @number, or with 0 a free one; NULL: none. */
@@ -99,21 +99,18 @@ static bool is_still(const struct rf_descriptor *item)
 	return rc < 0 ? rc != -EBADF : is_same(&file, &item->file);
 }
 
-/* Ours, and not a /dev/null of the program's that has got its number. */
-static bool is_null_still(const struct rf_descriptor *null)
+/* Ours, and not a file of the program's that has got its number. */
+static bool is_null_still(int null)
 {
-	int rc;
+	int rc = null ? rf_sys_is_signed(null - 1) : 0;
 
-	if (!is_still(null))
-		return false;
-	rc = rf_sys_is_signed(null->number - 1);
 	return rc < 0 ? rc != -EBADF : rc;
 }
 
 static void close_null(struct rf_descriptors *descriptors)
 {
-	int fd = descriptors->null.number - 1;
-	bool ours = is_null_still(&descriptors->null);
+	int fd = descriptors->null - 1;
+	bool ours = is_null_still(descriptors->null);
 
 	set_number(&descriptors->null, 0);
 	if (ours)
@@ -123,26 +120,20 @@ static void close_null(struct rf_descriptors *descriptors)
 /*
  * Opened before it is needed: a child may have no descriptor left, or another root. For
  * reading alone, so that a command written to it fails: after one that succeeded librdmacm
- * would wait for ever for what it is to bring about.
+ * would wait for its outcome for ever.
  */
 static int open_null(struct rf_descriptors *descriptors)
 {
-	struct rf_descriptor *null = &descriptors->null;
-	int fd, rc;
+	int fd;
 
-	if (is_null_still(null))
+	if (is_null_still(descriptors->null))
 		return 0;
 	/* It has been closed, and another file may have its number. */
-	set_number(null, 0);
+	set_number(&descriptors->null, 0);
 	fd = rf_sys_open("/dev/null", RF_READ_SIGNED);
 	if (fd < 0)
 		return fd;
-	rc = rf_sys_identify(fd, &null->file);
-	if (rc < 0) {
-		rf_sys_close(fd);
-		return rc;
-	}
-	set_number(null, fd + 1);
+	set_number(&descriptors->null, fd + 1);
 	return 0;
 }
 
@@ -169,10 +160,10 @@ int rf_descriptors_add(struct rf_descriptors *descriptors, int fd, bool mapped)
 		rc = add_block(descriptors, &item);
 	if (rc < 0)
 		return rc;
-	set_number(item, 0);
+	set_number(&item->number, 0);
 	item->file = file;
 	item->mapped = mapped;
-	set_number(item, fd + 1);
+	set_number(&item->number, fd + 1);
 	return 0;
 }
 
@@ -182,18 +173,18 @@ int rf_descriptors_remove(struct rf_descriptors *descriptors, int fd)
 
 	if (!item)
 		return -ENOENT;
-	set_number(item, 0);
+	set_number(&item->number, 0);
 	if (is_empty(descriptors))
 		close_null(descriptors);
 	return 0;
 }
 
-static void replace(const struct rf_descriptor *null, const struct rf_descriptor *item)
+static void replace(int null, const struct rf_descriptor *item)
 {
 	int fd = item->number - 1;
 
-	/* Were its number free, the next file would get it, and what is meant for the device. */
-	if (!null->number || rf_sys_duplicate(null->number - 1, fd) < 0)
+	/* Were its number free, the next file would get it, and the device's commands. */
+	if (!null || rf_sys_duplicate(null - 1, fd) < 0)
 		rf_sys_close(fd);
 }
 
@@ -208,11 +199,11 @@ void rf_descriptors_replace(struct rf_descriptors *descriptors)
 	for (; block; block = block->next) {
 		for (i = 0; i < RF_DESCRIPTORS_BLOCK; i++) {
 			if (is_still(&block->items[i])) {
-				replace(&descriptors->null, &block->items[i]);
+				replace(descriptors->null, &block->items[i]);
 				if (block->items[i].mapped)
 					rf_vma_replace_file(&block->items[i].file);
 			}
-			set_number(&block->items[i], 0);
+			set_number(&block->items[i].number, 0);
 		}
 	}
 	close_null(descriptors);

@@ -4,7 +4,7 @@
  * one a child that only exits destroys its parent's memory regions, and one that
  * lives on keeps them pinned when the parent is gone. So the child handler puts
  * /dev/null in their place before fork() returns there: their numbers stay taken,
- * and what still speaks to them is heard by nobody.
+ * and a command still written to them reaches no device.
  *
  *	first block  [number file] [number file] ... -> next block -> ...
  *
@@ -31,7 +31,7 @@
 
 struct rf_descriptor {
 	int number;		/* the descriptor + 1; 0: a free item */
-	bool mapped;		/* what is mapped from the file goes too */
+	bool mapped;		/* mappings of the file go too */
 	struct rf_file file;
 };
 
@@ -44,7 +44,7 @@ struct rf_descriptor_block {
 
 struct rf_descriptors {
 	struct rf_descriptor_block first;
-	struct rf_descriptor null;	/* /dev/null, kept open while there are items */
+	int null;		/* /dev/null + 1, kept open while there are items; 0: none */
 };
 
 /*

@@ -5,26 +5,13 @@
 
 struct rf_engine rf_engine = { .alive = &rf_engine.unwiped };
 
-void rf_engine_init(void)
-{
-	struct rf_engine *engine = &rf_engine;
-
-	rf_registry_init(&engine->registry);
-	rf_tracker_init(&engine->tracker);
-}
-
 void rf_clear(bool torn)
 {
 	struct rf_engine *engine = &rf_engine;
 
 	rf_child_fault_keep(&engine->list, &engine->registry, torn);
-	if (torn) {
-		rf_memory_abandon(&engine->registry.slots);
-		rf_memory_abandon(&engine->registry.origins);
-		rf_tracker_abandon(&engine->tracker);
-	}
-	rf_registry_clear(&engine->registry);
-	rf_tracker_clear(&engine->tracker);
+	rf_registry_clear(&engine->registry, torn);
+	rf_tracker_clear(&engine->tracker, torn);
 	rf_child_list_clear(&engine->list);
 	engine->mode_inherited = engine->mode != RF_MODE_NONE;
 	/* The parent may have been in the middle of rf_fork_init(), which does not go on here. */
@@ -33,7 +20,7 @@ void rf_clear(bool torn)
 	engine->registered = 0;
 	engine->clear_when_left = false;
 	engine->forks = 0;
-	engine->forks_unprepared = 0;
+	engine->forks_unmarked = 0;
 	if (rf_has_hooks())
 		rf_hooks.clear(torn);
 }

@@ -1,13 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * The one engine of a process: its state, and the tables that belong to it.
- *
- *	any thread	enter > registry, protect > leave
- *	a fork		enter > prefork, child_list > leave; the window
- *	a child		forgets all that it has inherited
- *
- * fork.h says who may enter and how a child is noticed. What lies above the engine, as
- * libibverbs' ranges, has its state there (hooks.h).
+ * The one engine of a process: its state, and the tables that belong to it. fork.h says when
+ * a thread may enter and how a child is noticed. Layers above the engine, as libibverbs' ranges,
+ * keep their own state (hooks.h).
  */
 #ifndef RF_ENGINE_H
 #define RF_ENGINE_H
@@ -29,22 +24,19 @@ struct rf_engine {
 	uint64_t registered;	/* ever in this process, but for RF_UNDO; of protected ones 1 */
 	bool clear_when_left;
 	uint32_t generation;
-	uint64_t forks, forks_unprepared;
+	uint64_t forks, forks_unmarked;
 	struct rf_registry registry;
 	struct rf_tracker tracker;
 	struct rf_child_list list;
 	struct rf_descriptors descriptors;
 };
 
-/* Between rf_enter() and rf_leave(), but for what is said to be atomic. */
+/* Between rf_enter() and rf_leave(), except for fields said to be atomic. */
 extern struct rf_engine rf_engine;
 
-/* Its tables, empty. */
-void rf_engine_init(void);
-
 /*
- * Forget what the parent had registered. @torn: a thread that is not here had them, so what
- * was being moved may be nowhere.
+ * Forget the parent's registrations. @torn: a thread that is not here had the tables, so an
+ * entry that was being moved may be nowhere.
  */
 void rf_clear(bool torn);
 

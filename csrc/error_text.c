@@ -77,6 +77,11 @@ static void put_range(struct line *line, int rc, const struct rf_error *error)
 				  "\"omit\", or shared memory, which children keep everywhere",
 			    error->text);
 		break;
+	case RF_CAUSE_FLAGS:
+		put(line, "rf_register() has no flags %s; it takes RF_HELD (0x%x) and "
+			  "RF_NOWAIT (0x%x)",
+		    error->text, RF_HELD, RF_NOWAIT);
+		break;
 	case RF_CAUSE_HOLE:
 		put(line, "nothing is mapped at 0x%zx-0x%zx; register memory before it is freed, "
 			  "and only as much as there is",
@@ -141,7 +146,8 @@ static bool put_start(struct line *line, const struct rf_error *error)
 		put(line, "the calls of a libibverbs cannot be taken over: %s; run the program "
 			  "with rdmafork exec, or intercept (in Python fork_init(intercept=True), "
 			  "in C rf_intercept()) before anything calls ibv_fork_init() and without "
-			  "RDMAV_FORK_SAFE and IBV_FORK_SAFE, or register the same memory here too",
+			  "RDMAV_FORK_SAFE and IBV_FORK_SAFE, or register the same memory with "
+			  "rdmafork too",
 		    error->text);
 		return true;
 	default:
@@ -153,7 +159,7 @@ static void put_text(struct line *line, int rc, const struct rf_error *error)
 {
 	if (error->cause == RF_CAUSE_SHARED_PAGE)
 		put(line, "the %zu bytes registered at 0x%zx share the page 0x%zx with %s, as "
-			  "those of a rdmafork.Buffer are",
+			  "rdmafork.Buffer does",
 		    error->nbytes, (size_t)error->address,
 		    (size_t)error->start, error->text);
 	else if (error->cause == RF_CAUSE_WRAP)
@@ -162,6 +168,10 @@ static void put_text(struct line *line, int rc, const struct rf_error *error)
 	else if (rc == -EDEADLK)
 		put(line, "called by a signal handler that interrupted rdmafork itself; call it "
 			  "again when the handler has returned");
+	else if (rc == -EINVAL && error->cause == RF_CAUSE_NONE)
+		put(line, "unknown flags: rf_release() takes RF_NOWAIT (0x%x) and RF_UNDO (0x%x), "
+			  "rf_descriptor_omit() takes RF_MAPPED (0x%x)",
+		    RF_NOWAIT, RF_UNDO, RF_MAPPED);
 	else if (rc == -ESTALE)
 		put(line, "the registration has been released already, or was never made");
 	else if (rc == -ECHILD)

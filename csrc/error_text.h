@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * What went wrong, in words: rf_strerror(). C and Python tell it in the same sentences.
+ * The text of an error: rf_strerror(). C and Python tell it in the same sentences.
  *
  *	struct rf_error		the cause, and the values as they were when the call failed
  *	rf_strerror()		the sentence: only where somebody asks for it

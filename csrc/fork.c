@@ -39,7 +39,7 @@ void rf_clear_interrupted(void)
 {
 	struct rf_engine *engine = &rf_engine;
 
-	/* No handler has run: this does what it would have done. */
+	/* No handler has run: this does the handler's work. */
 	(void)rf_notice_child();
 	rf_marks_clear_all(&engine->tracker);
 	rf_clear(false);
@@ -52,8 +52,7 @@ void rf_clear_interrupted(void)
 static __thread struct {
 	int depth;
 	bool prepared;		/* the list is of the last of them */
-	uint64_t number;	/* of that to rf_vma_close_inherited() */
-	uint64_t pipes;		/* rf_sys_copying_pipes() when it was prepared */
+	uint64_t transients;	/* rf_sys_transients() when it was prepared */
 } here __attribute__((tls_model("initial-exec")));
 
 static int show_list(struct rf_engine *engine)
@@ -66,29 +65,15 @@ static int show_list(struct rf_engine *engine)
 	return rf_child_list_make(&engine->list, &engine->tracker, 0, 0);
 }
 
-static void prepare(void)
+/* The handler began at @began. */
+static void prepare_pages(struct rf_engine *engine, uint64_t began)
 {
-	struct rf_engine *engine = &rf_engine;
-	uint64_t began = rf_sys_now();
-
-	(void)rf_notice_child();
-	here.depth++;
-	here.prepared = false;
-	if (rf_has_hooks())
-		rf_hooks.prepare();
-	here.number = rf_window_open();
-	here.pipes = rf_sys_copying_pipes();
-	rf_loader_gate_fork();
-	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) == RF_MODE_NONE)
-		return;
 	if (rf_enter(RF_FORKING) < 0) {
 		/*
 		 * This is a signal handler inside the engine, or the engine's owner waits for a
-		 * lock that this thread has. What is not marked yet is the kernel's to copy.
+		 * lock that this thread has. Pages not marked yet are the kernel's to copy.
 		 */
-		__atomic_add_fetch(&engine->forks_unprepared, 1, __ATOMIC_RELAXED);
-		here.number = 0;
-		here.pipes = UINT64_MAX;
+		__atomic_add_fetch(&engine->forks_unmarked, 1, __ATOMIC_RELAXED);
 		rf_marks_drop_shared(&engine->tracker);
 		return;
 	}
@@ -99,9 +84,25 @@ static void prepare(void)
 	here.prepared = show_list(engine) >= 0;
 	if (rf_has_hooks())
 		rf_hooks.prepared(began);
-	/* The pipes that this fork opened are closed. */
-	here.pipes = rf_sys_copying_pipes();
 	rf_leave();
+}
+
+static void prepare(void)
+{
+	struct rf_engine *engine = &rf_engine;
+	uint64_t began = rf_sys_now();
+
+	(void)rf_notice_child();
+	here.depth++;
+	here.prepared = false;
+	if (rf_has_hooks())
+		rf_hooks.prepare();
+	rf_window_open();
+	rf_loader_gate_fork();
+	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) != RF_MODE_NONE)
+		prepare_pages(engine, began);
+	/* Last: this thread has closed all that it opened. */
+	here.transients = rf_sys_transients();
 }
 
 static void parent(void)
@@ -111,7 +112,7 @@ static void parent(void)
 	here.depth--;
 	rf_loader_gate_forked();
 	rf_window_shut();
-	/* As others fork, the next of them does it. */
+	/* Where other forks are under way, a later parent handler does it. */
 	if (rf_likely(!__atomic_load_n(&engine->list.mapped_anew, __ATOMIC_RELAXED)) ||
 	    rf_enter(RF_NOWAIT) < 0)
 		return;
@@ -123,17 +124,14 @@ static void parent(void)
 static void child(void)
 {
 	rf_engine.unwiped = 0;
-	/* It writes to the wiped page first: to read that would be a page fault of its own. */
+	/* rf_notice_child() would read the wiped page first, which is a page fault more. */
 	(void)rf_become_child();
-	/* This fork is over. One that it was made in goes on here, with no list of its own. */
+	/* This fork is over. An outer one may go on here, for which no list was made. */
 	here.depth--;
 	here.prepared = false;
-	/* An interrupted call goes on here, and closes what it has opened. */
-	if (!rf_lock_is_mine(&rf_engine.lock)) {
-		rf_vma_close_inherited(here.number);
-		if (here.pipes & 1 || here.pipes != rf_sys_copying_pipes())
-			rf_opened_close_copying_pipes();
-	}
+	/* An interrupted call goes on here, and closes its own descriptors. */
+	if (!rf_lock_is_mine(&rf_engine.lock) && rf_sys_inherits_transients(here.transients))
+		rf_opened_close_transients();
 	if (rf_has_hooks())
 		rf_hooks.child();
 	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */
@@ -154,7 +152,8 @@ static void install(void)
 	size_t nbytes = 64 * 1024; /* the largest base page */
 	uint64_t *alive = &rf_engine.unwiped;
 
-	rf_engine_init();
+	rf_registry_init(&engine->registry);
+	rf_tracker_init(&engine->tracker);
 	if (rf_sys_map(nbytes, &page) >= 0 &&
 	    rf_sys_madvise((uintptr_t)page, nbytes, MADV_WIPEONFORK) >= 0)
 		alive = page;
@@ -204,11 +203,11 @@ bool rf_become_child(void)
 	rf_child_list_apply(&engine->list, child_of());
 	engine->generation++;
 	engine->registry.inherited = engine->registry.last_serial;
-	rf_window_child();
+	__atomic_store_n(&rf_window.forks, 0, __ATOMIC_RELAXED);
 	if (rf_lock_is_mine(&engine->lock)) {
 		engine->clear_when_left = true;
 	} else {
-		/* Held by a thread that does not exist here: what it was moving may be nowhere. */
+		/* Its owner does not exist here: an entry being moved may be nowhere. */
 		rf_clear(engine->lock.word);
 		__atomic_store_n(&engine->lock.word, 0, __ATOMIC_RELEASE);
 	}
@@ -220,9 +219,9 @@ bool rf_become_child(void)
 }
 
 /*
- * As the library is loaded: a handler that is installed while another thread
- * forks is skipped for that fork, and glibc before 2.36 deadlocks on
- * pthread_atfork() in a thread that another fork handler waits for.
+ * Handlers are installed as the library is loaded. A fork under way skips a handler that is
+ * installed meanwhile, and glibc before 2.36 deadlocks on pthread_atfork() in a thread that
+ * another fork handler waits for.
  */
 __attribute__((constructor)) static void begin(void)
 {

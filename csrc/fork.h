@@ -26,8 +26,8 @@
 #include <errno.h>
 
 /*
- * This is a child of the process whose state it finds, or the first to call at all. False
- * in a signal handler that has interrupted just this.
+ * The first call in a process: make the engine, or in a child take it over. False in a signal
+ * handler that has interrupted just this.
  */
 bool rf_become_child(void);
 
@@ -44,8 +44,8 @@ static inline bool rf_notice_child(void)
 int rf_enter_slowly(unsigned int flags);
 
 /*
- * Forget what the parent had registered, after an interrupted call has gone on in this
- * child: the marks that it made are taken away.
+ * Forget the parent's registrations, after an interrupted call has gone on in this child:
+ * the marks that it made are taken away.
  */
 void rf_clear_interrupted(void);
 

@@ -39,8 +39,8 @@ static bool is_control_block(uintptr_t page, size_t page_size)
 }
 
 /*
- * The program's TLS is next to the control block, then that of libraries. What fork() uses is
- * libc's and ours; what lies between is in the same mapping.
+ * The program's TLS is next to the control block, then that of libraries. fork() uses
+ * libc's and ours; the TLS between them is in the same mapping.
  */
 static bool is_own_tls(uintptr_t page, size_t page_size)
 {
@@ -93,7 +93,7 @@ static bool is_in_arena(uintptr_t address)
 	return false;
 }
 
-/* Where the program's data end; the main heap begins there or somewhat later. */
+/* The end of the program's data: the main heap begins there or somewhat later. */
 static uintptr_t end_of_program(void)
 {
 	static uintptr_t known;
@@ -122,7 +122,7 @@ static bool is_in_main_heap(uintptr_t address)
 const char *rf_fork_uses(uintptr_t page, size_t page_size)
 {
 	if (is_own_stack(page, page_size))
-		return "this thread's stack, on which fork() goes on" LACKED;
+		return "this thread's stack, which fork() uses" LACKED;
 	if (is_control_block(page, page_size))
 		return "this thread's control block, which fork() uses" LACKED;
 	if (is_own_tls(page, page_size))

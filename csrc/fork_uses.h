@@ -19,7 +19,7 @@
 
 #include "sys.h"
 
-/* Names what fork() itself uses on the page at @page, and the consequence; NULL: nothing. */
+/* Names the data that fork() itself uses on the page at @page, and the consequence, or NULL. */
 const char *rf_fork_uses(uintptr_t page, size_t page_size);
 
 /* The same if @address is malloc()'s. It costs a small copy now and then. */

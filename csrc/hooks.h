@@ -6,7 +6,7 @@
  *	prepare handler	prepare		before the window opens, with no lock held
  *			prepared	the last call under the engine's lock
  *	a child		notice		as it is noticed, by its handler or by its first call
- *			clear		as what the parent had registered is forgotten
+ *			clear		as the parent's registrations are forgotten
  *	child handler	child		when all that is done, before descriptors are replaced
  *	rf_stats()	add_stats	the engine is entered
  *

@@ -3,8 +3,8 @@
 #include "sys.h"
 
 #include <errno.h>
+#include <stdlib.h>
 #include <string.h>
-#include <sys/auxv.h>
 #include <sys/mman.h>
 
 #define COPIES_SINCE 5012
@@ -23,41 +23,33 @@ static int open_file(const char *path)
 	return fd;
 }
 
-static unsigned int parse_number(const char **text)
+static bool is_digit(char c)
 {
-	unsigned int value = 0;
-
-	for (; **text >= '0' && **text <= '9' && value < 100000; ++*text)
-		value = value * 10 + (unsigned int)(**text - '0');
-	return value;
+	return c >= '0' && c <= '9';
 }
 
 unsigned int rf_kernel_parse_version(const char *release)
 {
-	unsigned int major = parse_number(&release), minor;
+	char *end = NULL;
+	unsigned long major = is_digit(*release) ? strtoul(release, &end, 10) : 0, minor;
 
-	if (*release != '.' || !major || major > 1000)
+	if (!major || major > 1000 || *end != '.' || !is_digit(end[1]))
 		return 0;
-	release++;
-	if (*release < '0' || *release > '9')
-		return 0;
-	minor = parse_number(&release);
-	return major * 1000 + (minor > 999 ? 999 : minor);
+	minor = strtoul(end + 1, NULL, 10);
+	return (unsigned int)(major * 1000 + (minor > 999 ? 999 : minor));
 }
 
 static uint32_t read_max_map_count(void)
 {
 	char text[32] = "";
-	const char *at = text;
-	unsigned long value = 0;
+	unsigned long value;
 	int fd = open_file("/proc/sys/vm/max_map_count");
 
 	if (fd >= 0) {
 		(void)!rf_sys_read(fd, text, sizeof(text) - 1);
 		rf_sys_close(fd);
 	}
-	for (; *at >= '0' && *at <= '9' && value < UINT32_MAX; at++)
-		value = value * 10 + (unsigned long)(*at - '0');
+	value = is_digit(*text) ? strtoul(text, NULL, 10) : 0;
 	if (!value)
 		return DEFAULT_MAX_MAP_COUNT;
 	return value > UINT32_MAX ? UINT32_MAX : (uint32_t)value;
@@ -102,7 +94,7 @@ static bool probe_procmap_query(void)
 /* process_madvise() knows MADV_DONTFORK for the caller itself on some kernels only. */
 static bool probe_process_madvise(void)
 {
-	size_t page = getauxval(AT_PAGESZ);
+	size_t page = rf_sys_page_size();
 	struct iovec range = { .iov_len = page };
 	bool works;
 
@@ -148,7 +140,7 @@ static int write_behind_pipe(volatile char *memory, size_t page, const int pipe[
 
 int rf_kernel_probe(bool forked)
 {
-	size_t page = getauxval(AT_PAGESZ);
+	size_t page = rf_sys_page_size();
 	void *memory;
 	int pipe[2], rc;
 
@@ -207,7 +199,7 @@ void rf_kernel_judge(struct rf_kernel *kernel, int copies)
 static void read_abilities(struct rf_kernel *kernel)
 {
 	memset(kernel->huge_shifts, 0, sizeof(kernel->huge_shifts));
-	kernel->page_size = (uint32_t)getauxval(AT_PAGESZ);
+	kernel->page_size = (uint32_t)rf_sys_page_size();
 	kernel->max_map_count = read_max_map_count();
 	kernel->procmap_query = probe_procmap_query();
 	kernel->process_madvise = probe_process_madvise();
@@ -224,9 +216,12 @@ static struct {
 /* Never judged anew, as mode and marks follow from it. */
 static void judge_once(void)
 {
+	struct utsname name;
+
 	if (found.judged)
 		return;
-	rf_sys_release(kernel.release, sizeof(kernel.release));
+	rf_sys_uname(&name);
+	memcpy(kernel.release, name.release, sizeof(kernel.release));
 	rf_kernel_judge(&kernel, rf_sys_rdma_copy_on_fork());
 	found.trusted = kernel.copy_trusted;
 	found.how = kernel.trust_how;

@@ -25,20 +25,20 @@
  */
 const struct rf_kernel *rf_kernel(void);
 
-/* Would its copying be trusted? In force is what was last said with rf_kernel_distrust(). */
+/* Would its copying be trusted? The last rf_kernel_distrust() is in force. */
 bool rf_kernel_would_trust(bool distrusted);
 
-/* From here on: @distrusted, whatever the kernel is, or as it was judged. */
+/* Trust as judged from now on, or none if @distrusted. */
 void rf_kernel_distrust(bool distrusted);
 
 /*
- * Fill in what @kernel, of that release, does at fork(). @copies: what
- * rf_sys_rdma_copy_on_fork() has returned.
+ * Fill in how @kernel, of that release, behaves at fork(). @copies: the result of
+ * rf_sys_rdma_copy_on_fork().
  */
 void rf_kernel_judge(struct rf_kernel *kernel, int copies);
 
 /*
- * A page is written to that a pipe refers to. 1: the pipe sees what was written, as the
+ * A page is written to that a pipe refers to. 1: the pipe sees the new bytes, as the
  * page stayed the process's own; 0: it does not, as the process got a copy; or why that
  * cannot be found out. Between, the page is protected from writing for a moment, or with
  * @forked, a child is made and is gone.

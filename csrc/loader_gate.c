@@ -3,7 +3,7 @@
 #include "sys.h"
 #include "window.h"
 
-/* How long a fork waits for those who are in the loader. */
+/* How long a fork waits for threads in the loader. */
 #define PATIENCE 1 /* seconds */
 
 /* How often the loader has been entered, and not left. */
@@ -12,12 +12,10 @@ static __thread int inside_here __attribute__((tls_model("initial-exec")));
 /* Forks that this thread has under way: another library's fork handler has called. */
 static __thread int forks_here __attribute__((tls_model("initial-exec")));
 
-/* Rest a moment. False: so many seconds have passed since @began. */
+/* Sleep a moment. False: so many seconds have passed since @began. */
 static bool rest(uint64_t began, unsigned int seconds)
 {
-	static const uint32_t nobody;
-
-	rf_sys_futex_wait(&nobody, 0, 100000);
+	rf_sys_sleep(100000);
 	return rf_sys_now() - began < (uint64_t)seconds * 1000000000u;
 }
 

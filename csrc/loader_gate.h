@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * Calls of the dynamic loader, and forks. Who is in the loader holds its lock, and a child
- * that another thread's fork makes meanwhile finds it taken for ever. So nobody here enters
- * the loader while another thread forks, and a fork waits for those who are in it. Neither
- * waits for ever: each may hold what the other is waiting for.
+ * Calls of the dynamic loader, and forks. A thread in the loader holds its lock, and a child
+ * that another thread's fork makes meanwhile finds it taken for ever. So none of our threads
+ * enters the loader while another forks, and a fork waits for those in it. Neither waits for
+ * ever: each may hold a lock that the other is waiting for.
  */
 #ifndef RF_LOADER_GATE_H
 #define RF_LOADER_GATE_H

@@ -43,7 +43,7 @@ bool rf_lock_wait(struct rf_lock *lock)
 				       WHILE_NS);
 		if (rc >= 0 || rc == -EAGAIN)
 			continue;
-		/* A seccomp filter refuses it: then a short sleep, of which nobody is woken. */
+		/* A seccomp filter refuses it: then a short sleep, which no release ends early. */
 		if (rc != -ETIMEDOUT && rc != -EINTR)
 			rf_sys_sleep(REFUSED_NS);
 		/* Signals, too, may come before each wait is over, and would make it endless. */

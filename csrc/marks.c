@@ -3,7 +3,7 @@
 
 #include <errno.h>
 
-/* How many ranges a release may look at in search of what is to be unmarked. */
+/* How many ranges a release may look at in search of ranges to unmark. */
 #define LOOKED_AT 64
 
 static const struct rf_change unmark = { .remark = true, .clear = RF_RANGE_TO_UNMARK };
@@ -22,30 +22,13 @@ static bool is_marked_and_not_stuck(const struct rf_range *range)
 static void clear_partly_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark)
 {
 	const struct rf_change maybe = { .remark = true, .mark = mark };
-	struct rf_run part;
-	uintptr_t at;
+	struct rf_run part = { .end = run->start };
 
-	for (at = run->start;
-	     rf_tracker_next_run(tracker, at, run->end, rf_range_is_unmarked, &part);
-	     at = part.end) {
+	while (rf_tracker_next_run(tracker, run->end, rf_range_is_unmarked, &part)) {
 		part.mark = mark;
 		rf_ranges_change(&tracker->ranges, part.start, part.end, &maybe);
 		rf_marks_clear(tracker, &part);
 	}
-}
-
-int rf_marks_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark)
-{
-	const struct rf_change made = rf_marks_made(mark);
-	int rc;
-
-	rf_marks_announce(tracker, run->start, run->end);
-	rc = rf_marks_call(tracker, run->start, run->end, rf_marks_advice(mark));
-	if (rc >= 0)
-		rf_ranges_change(&tracker->ranges, run->start, run->end, &made);
-	else if (run->unmarked)
-		clear_partly_set(tracker, run, mark);
-	return rc;
 }
 
 int rf_marks_exchange(struct rf_tracker *tracker, const struct rf_run *run)
@@ -59,6 +42,24 @@ int rf_marks_exchange(struct rf_tracker *tracker, const struct rf_run *run)
 		(void)rf_marks_call(tracker, run->start, run->end, rf_marks_undoing(run->best));
 	else
 		rf_ranges_change(&tracker->ranges, run->start, run->end, &made);
+	return rc;
+}
+
+int rf_marks_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark)
+{
+	struct rf_change made;
+	int rc;
+
+	if (run->mark == RF_MARK_WIPEONFORK && run->best != RF_MARK_WIPEONFORK)
+		return rf_marks_exchange(tracker, run);
+	mark = run->mark ? run->mark : mark;
+	made = rf_marks_made(mark);
+	rf_marks_announce(tracker, run->start, run->end);
+	rc = rf_marks_call(tracker, run->start, run->end, rf_marks_advice(mark));
+	if (rc >= 0)
+		rf_ranges_change(&tracker->ranges, run->start, run->end, &made);
+	else if (run->unmarked)
+		clear_partly_set(tracker, run, mark);
 	return rc;
 }
 
@@ -125,20 +126,16 @@ static void clear_mappings(struct rf_tracker *tracker, const struct rf_run *run)
 
 	for (; rc >= 0 && at < run->end; at = stop) {
 		rc = rf_ranges_reserve(ranges, ranges->registrations);
+		if (rc >= 0)
+			rc = rf_vma_part(&tracker->reader, at, run->end, &vma, &stop);
 		if (rc < 0)
 			break;
-		rc = rf_vma_find(&tracker->reader, at, &vma);
-		if (rc == -ENOENT || (rc >= 0 && vma.start > at)) {
-			stop = rc == -ENOENT || vma.start > run->end ? run->end : vma.start;
-			rc = 0;
-			tracker->hole_bytes += stop - at;
-			rf_ranges_change(ranges, at, stop, &unmark);
+		if (rc) {
+			clear_mapping(tracker, &vma, at, stop, run->mark);
 			continue;
 		}
-		if (rc < 0)
-			break;
-		stop = vma.end < run->end ? vma.end : run->end;
-		clear_mapping(tracker, &vma, at, stop, run->mark);
+		tracker->hole_bytes += stop - at;
+		rf_ranges_change(ranges, at, stop, &unmark);
 	}
 	if (rc < 0)
 		rf_ranges_change(ranges, at, run->end, &refused);
@@ -157,9 +154,9 @@ void rf_marks_clear(struct rf_tracker *tracker, const struct rf_run *run)
 void rf_marks_clear_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *))
 {
-	struct rf_run run;
+	struct rf_run run = { .end = start };
 
-	for (; rf_tracker_next_odd(tracker, start, end, belongs, &run); start = run.end)
+	while (rf_tracker_next_odd(tracker, end, belongs, &run))
 		rf_marks_clear(tracker, &run);
 }
 
@@ -185,22 +182,19 @@ static bool is_held(const struct rf_range *range)
 void rf_marks_leave(struct rf_tracker *tracker, const struct rf_run *run)
 {
 	const struct rf_change due = { .set = RF_RANGE_DUE };
-	struct rf_run held;
-	uintptr_t at;
+	struct rf_run held = { .end = run->start };
 
 	tracker->dirty = true;
 	rf_marks_clear(tracker, run);
-	for (at = run->start; rf_tracker_next_run(tracker, at, run->end, is_held, &held);
-	     at = held.end)
+	while (rf_tracker_next_run(tracker, run->end, is_held, &held))
 		rf_ranges_change(&tracker->ranges, held.start, held.end, &due);
 }
 
 void rf_marks_clear_all(struct rf_tracker *tracker)
 {
-	struct rf_run run;
-	uintptr_t at;
+	struct rf_run run = { .end = 0 };
 
-	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked, &run); at = run.end)
+	while (rf_tracker_next_run(tracker, UINTPTR_MAX, is_marked, &run))
 		rf_marks_clear(tracker, &run);
 }
 
@@ -209,7 +203,7 @@ static bool is_to_retry(const struct rf_range *range)
 	return range->flags & RF_RANGE_RETRY;
 }
 
-/* What is stuck may be unmapped by now. */
+/* Stuck memory may be unmapped by now. */
 static bool is_to_unmark(const struct rf_range *range)
 {
 	return range->flags & RF_RANGE_TO_UNMARK;
@@ -217,12 +211,12 @@ static bool is_to_unmark(const struct rf_range *range)
 
 void rf_marks_retry_all(struct rf_tracker *tracker)
 {
-	struct rf_run run;
+	struct rf_run run = { .end = 0 };
 
 	if (rf_likely(!tracker->ranges.retry))
 		return;
 	rf_marks_clear_runs(tracker, 0, UINTPTR_MAX, is_to_unmark);
-	tracker->ranges.retry = rf_tracker_next_odd(tracker, 0, UINTPTR_MAX, is_to_unmark, &run);
+	tracker->ranges.retry = rf_tracker_next_odd(tracker, UINTPTR_MAX, is_to_unmark, &run);
 	tracker->retry_at = 0;
 }
 
@@ -288,19 +282,17 @@ static bool marked_run(const struct rf_tracker *tracker, uintptr_t address, stru
 
 /*
  * A release in the middle of a run makes two of it. Where that is one too many,
- * what it has cut off goes to the kernel, or else the shorter of the neighbours; where that
+ * the piece it has cut off goes to the kernel, or else the shorter of the neighbours; where that
  * had a neighbour with another mark, which has an edge of its own now, the next one too.
  */
 void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
-	struct rf_run run, left, right;
+	struct rf_run run = { .end = start }, left, right;
 	bool has_left, has_right;
 	const struct rf_range *range;
-	uintptr_t at;
 
-	for (at = start; is_over_budget(tracker) &&
-			 rf_tracker_next_run(tracker, at, end, is_marked_and_not_stuck, &run);
-	     at = run.end)
+	while (is_over_budget(tracker) &&
+	       rf_tracker_next_run(tracker, end, is_marked_and_not_stuck, &run))
 		rf_marks_leave(tracker, &run);
 	while (is_over_budget(tracker)) {
 		has_left = start && marked_run(tracker, start - 1, &left);
@@ -322,16 +314,18 @@ void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintpt
 	}
 }
 
-/* Unmark what is shared of [@start, @end), whose registration may be under way. */
+/* Unmark shared memory in [@start, @end), whose registration may be under way. */
 static void drop_shared(struct rf_vma_reader *reader, uintptr_t start, uintptr_t end)
 {
 	struct rf_vma vma;
 	uintptr_t stop;
+	int rc;
 
-	for (; start < end && rf_vma_find(reader, start, &vma) >= 0; start = vma.end) {
-		start = vma.start > start ? vma.start : start;
-		stop = vma.end < end ? vma.end : end;
-		if (vma.shared && start < stop)
+	for (; start < end; start = stop) {
+		rc = rf_vma_part(reader, start, end, &vma, &stop);
+		if (rc < 0)
+			return;
+		if (rc && vma.shared)
 			(void)rf_sys_madvise(start, stop - start, MADV_DOFORK);
 	}
 }

@@ -51,26 +51,27 @@ static inline int rf_marks_undoing(uint8_t mark)
 	return mark == RF_MARK_WIPEONFORK ? MADV_KEEPONFORK : MADV_DOFORK;
 }
 
-/*
- * Give @run that @mark, where it bears none, and make again what it bears. -errno: it is
- * as it was, as far as the kernel unmarks what it has advised of it.
- */
-int rf_marks_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark);
-
 /* Give @run its best mark for the one it bears; it is never without. -errno: it is as it was. */
 int rf_marks_exchange(struct rf_tracker *tracker, const struct rf_run *run);
 
 /*
- * Unmark @run, as far as the kernel lets it: what it refuses for now gets
- * RF_RANGE_RETRY, what is left over of a huge page keeps its mark.
+ * Give @run that @mark, where it bears none. A mark that it bears is made again, or exchanged
+ * where it would wipe pages that are not to be wiped. -errno: it is as it was, as far as the
+ * kernel takes back the advice given so far.
+ */
+int rf_marks_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark);
+
+/*
+ * Unmark @run, as far as the kernel lets it: pages refused for now get
+ * RF_RANGE_RETRY, the rest of a huge page keeps its mark.
  */
 void rf_marks_clear(struct rf_tracker *tracker, const struct rf_run *run);
 
-/* The same of what @belongs() picks in [@start, @end): nothing that is to stay marked. */
+/* The same for the ranges that @belongs() picks in [@start, @end): none that stay marked. */
 void rf_marks_clear_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *));
 
-/* [@start, @end) together with what touches it and waits to be unmarked. */
+/* Widen [@start, @end) by the ranges that touch it and wait to be unmarked. */
 void rf_marks_widen(const struct rf_tracker *tracker, uintptr_t *start, uintptr_t *end);
 
 /* Unmark a run that is wanted: the kernel copies it, until a fork marks it again. */
@@ -79,7 +80,7 @@ void rf_marks_leave(struct rf_tracker *tracker, const struct rf_run *run);
 /* Unmark whatever is marked, counted or not: the caller is about to forget it. */
 void rf_marks_clear_all(struct rf_tracker *tracker);
 
-/* Unmark what the kernel refused to before: all of it, or as much as a release may spend. */
+/* Unmark pages the kernel refused before: all, or as many as a release may spend. */
 void rf_marks_retry_all(struct rf_tracker *tracker);
 void rf_marks_retry_some(struct rf_tracker *tracker);
 
@@ -94,12 +95,12 @@ static inline bool rf_marks_have_room(const struct rf_tracker *tracker, uintptr_
 	       rf_marks_touch(tracker, start, end);
 }
 
-/* A release has cut [@start, @end) out: leave to the kernel what is over the budget now. */
+/* A release has cut [@start, @end) out: leave to the kernel the runs over the budget. */
 void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintptr_t end);
 
 /*
- * For a fork inside the engine, where the tables may be half changed: what is marked,
- * not asked about yet and really shared is unmarked. The tables do not learn of it: the
+ * For a fork inside the engine, where the tables may be half changed: pages that are
+ * marked, not asked about yet and really shared are unmarked. The tables do not learn of it: the
  * next fork unmarks the same again.
  */
 void rf_marks_drop_shared(const struct rf_tracker *tracker);

@@ -3,58 +3,69 @@
 #include "sys.h"
 
 #include <dirent.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define DIRECTORY "/proc/thread-self/fd/"
 
 /* The kernel's struct linux_dirent64, wherever off_t has 64 bits. musl has no dirent64. */
 _Static_assert(offsetof(struct dirent, d_reclen) == 16 && offsetof(struct dirent, d_name) == 19,
-	       "struct dirent is not what getdents64() fills");
+	       "struct dirent is not the one getdents64() fills");
 
 bool rf_opened_begins(const char *text, const char *with)
 {
 	return !strncmp(text, with, strlen(with));
 }
 
-/* The number of an entry of the directory; -1: it is none. */
-static int parse_number(const char *name)
-{
-	int number = 0;
-
-	if (!*name)
-		return -1;
-	for (; *name; name++) {
-		if (*name < '0' || *name > '9' || number > 100000000)
-			return -1;
-		number = 10 * number + (*name - '0');
-	}
-	return number;
-}
-
-void rf_opened_list(void (*look)(void *data, int fd, const char *target), void *data)
+bool rf_opened_list(void (*look)(void *data, int fd, const char *target), void *data)
 {
 	char path[sizeof(DIRECTORY) + 16] = DIRECTORY, target[64];
 	/* On the stack of signal handlers that fork, too. */
 	_Alignas(struct dirent) char entries[1024];
-	int directory = rf_sys_open(DIRECTORY, RF_READ), fd;
+	int directory = rf_sys_open(DIRECTORY, RF_READ);
 	ssize_t count, at;
 
 	if (directory < 0)
-		return;
+		return false;
 	while ((count = rf_sys_list(directory, entries, sizeof(entries))) > 0) {
 		for (at = 0; at < count;) {
 			const struct dirent *entry = (const void *)(entries + at);
 
 			at += entry->d_reclen;
-			fd = parse_number(entry->d_name);
-			if (fd < 0)
+			if (*entry->d_name == '.')
 				continue;
 			strcpy(path + sizeof(DIRECTORY) - 1, entry->d_name);
 			if (rf_sys_read_link(path, target, sizeof(target)) >= 0)
-				look(data, fd, target);
+				look(data, atoi(entry->d_name), target);
 		}
 	}
 	rf_sys_close(directory);
+	return true;
+}
+
+int rf_transient_open(const char *path)
+{
+	int fd;
+
+	rf_sys_transient(true);
+	fd = rf_sys_open(path, RF_READ_SIGNED);
+	if (fd < 0)
+		rf_sys_transient(false);
+	return fd;
+}
+
+void rf_transient_close(int fd)
+{
+	rf_sys_close(fd);
+	rf_sys_transient(false);
+}
+
+/* The program may have the same file open; its flags are not ours. */
+static void close_if_of_proc(void *unused, int fd, const char *target)
+{
+	(void)unused;
+	if (rf_opened_begins(target, "/proc/") && rf_sys_is_signed(fd) > 0)
+		rf_sys_close(fd);
 }
 
 static void name_if_copying(void *data, int fd, const char *target)
@@ -71,11 +82,13 @@ static void close_if_named(void *data, int fd, const char *target)
 		rf_sys_close(fd);
 }
 
-void rf_opened_close_copying_pipes(void)
+void rf_opened_close_transients(void)
 {
-	/* As long as @target is, above. */
+	/* As long as @target in rf_opened_list(). */
 	char name[64];
 
+	rf_opened_list(close_if_of_proc, NULL);
+	/* Both ends of a pipe have its name. */
 	do {
 		*name = '\0';
 		rf_opened_list(name_if_copying, name);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * Which files this process has open, going by what the links in /proc/thread-self/fd say
- * of them. For a forked child, where no other thread opens any more.
+ * The files this process has open, from the links in /proc/thread-self/fd. For a forked child,
+ * where no other thread opens any more.
  */
 #ifndef RF_OPENED_H
 #define RF_OPENED_H
@@ -12,12 +12,19 @@
 bool rf_opened_begins(const char *text, const char *with);
 
 /*
- * Call @look for each, with the link's text, cut at 63 bytes. It may close @fd. Where /proc
- * cannot be read it is called for none.
+ * Call @look for each, with the link's text, cut at 63 bytes. It may close @fd. False: /proc
+ * cannot be read, and it is called for none.
  */
-void rf_opened_list(void (*look)(void *data, int fd, const char *target), void *data);
+bool rf_opened_list(void (*look)(void *data, int fd, const char *target), void *data);
 
-/* Close both ends of the pipes through which another thread copied as this child was made. */
-void rf_opened_close_copying_pipes(void);
+/*
+ * A file of /proc, open for a moment only: see rf_sys_transient(). The engine is entered, so that
+ * a signal handler's child, in which the interrupted call goes on, does not close it as well.
+ */
+int rf_transient_open(const char *path);
+void rf_transient_close(int fd);
+
+/* Close descriptors that look like another thread's transient ones: see rf_sys_transient(). */
+void rf_opened_close_transients(void);
 
 #endif

@@ -16,9 +16,9 @@
 #define PARTS 512
 
 /*
- * Where VMAs are short the longest runs get them: they cost the kernel most to copy.
- * Else every run is marked. On 6.18 a mark pays from two base pages on, from four with
- * what the child reserves of their addresses; one page costs 1 to 3 us a fork more than
+ * Where VMAs are short the longest runs are marked: they cost the kernel most to copy.
+ * Else every run is marked. On 6.18 a mark pays from two base pages on, from four if
+ * the child reserves their addresses; one page costs 1 to 3 us a fork more than
  * its copy. But in a transparent huge page, which nothing tells from the others, a
  * single page that is left costs 50 us (benchmarks/break_even.py).
  */
@@ -39,11 +39,6 @@ struct batch {
 static bool is_unasked(const struct rf_range *range)
 {
 	return range->nature == RF_NATURE_UNASKED && rf_range_is_counted(range);
-}
-
-static bool is_marked_but_shared(const struct rf_range *range)
-{
-	return range->mark && range->nature == RF_NATURE_SHARED;
 }
 
 static bool is_marked_and_unasked(const struct rf_range *range)
@@ -105,7 +100,7 @@ static struct survey survey(const struct rf_tracker *tracker)
 
 	for (; range; range = rf_ranges_next(&tracker->ranges, &cursor)) {
 		found.unasked |= is_unasked(range);
-		found.shared |= is_marked_but_shared(range);
+		found.shared |= rf_range_is_marked_but_shared(range);
 		found.doubted |= is_due_and_marked(range);
 		found.otherwise |= is_marked_otherwise(range) &&
 				   has_budget_for(tracker, (uint8_t)rf_range_best_mark(range));
@@ -121,7 +116,7 @@ static struct survey survey(const struct rf_tracker *tracker)
 
 /* ---- Counting ---- */
 
-/* Learn what the ends of listed slots lie in, and count them rounded to that. */
+/* Learn in which pages the ends of listed slots lie, and count them rounded to those. */
 static void count_listed(struct rf_tracker *tracker, struct rf_registry *registry)
 {
 	uint32_t index = registry->first_listed, next;
@@ -138,16 +133,16 @@ static void count_listed(struct rf_tracker *tracker, struct rf_registry *registr
 		rc = rf_ask_ends(tracker, slot);
 		rf_tracker_count_again(tracker, slot, &old, RF_RANGE_DUE, &extent);
 		rf_registry_count(registry, slot);
-		/* Not answered: the next fork asks again. */
+		/* Without an answer the slot stays listed, and the next fork asks again. */
 		if (rc >= 0)
 			rf_registry_unlist(registry, index);
 	}
 }
 
 /*
- * Those that wait have come last, and are counted in their order: what lies in one that is
- * counted already takes the least time. They stay listed: no madvise() has told of a huge page
- * that they are part of.
+ * The slots that wait are the last of the list. They are counted in the order of the list, as a
+ * registration within one that is counted already takes the least time. They stay listed: no
+ * madvise() has told of a huge page that they are part of.
  */
 void rf_prefork_count_all_waiting(struct rf_tracker *tracker, struct rf_registry *registry)
 {
@@ -174,22 +169,21 @@ void rf_prefork_count_all_waiting(struct rf_tracker *tracker, struct rf_registry
 
 static void ask_unasked(struct rf_tracker *tracker)
 {
-	uintptr_t at, hole;
-	struct rf_run run;
+	struct rf_run run = { .end = 0 };
+	uintptr_t hole;
 
 	tracker->touched = 0;
-	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_unasked, &run); at = run.end)
+	while (rf_tracker_next_run(tracker, UINTPTR_MAX, is_unasked, &run))
 		if (rf_ask(tracker, run.start, run.end, run.unmarked, &hole) < 0)
 			break;
 }
 
 static void unmark_shared(struct rf_tracker *tracker)
 {
-	struct rf_run run;
-	uintptr_t at, start, end;
+	struct rf_run run = { .end = 0 };
+	uintptr_t start, end;
 
-	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked_but_shared, &run);
-	     at = run.end) {
+	while (rf_tracker_next_run(tracker, UINTPTR_MAX, rf_range_is_marked_but_shared, &run)) {
 		start = run.start;
 		end = run.end;
 		/* The rest of a huge page beside it is not wanted by any registration now. */
@@ -201,11 +195,9 @@ static void unmark_shared(struct rf_tracker *tracker)
 /* Memory that may be private or shared is left to the kernel, which copies it. */
 static void leave_unasked(struct rf_tracker *tracker)
 {
-	struct rf_run run;
-	uintptr_t at;
+	struct rf_run run = { .end = 0 };
 
-	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked_and_unasked, &run);
-	     at = run.end)
+	while (rf_tracker_next_run(tracker, UINTPTR_MAX, is_marked_and_unasked, &run))
 		rf_marks_leave(tracker, &run);
 }
 
@@ -223,12 +215,10 @@ static void leave_shared(struct rf_tracker *tracker)
 {
 	const size_t page_size = tracker->kernel->page_size;
 	struct rf_ranges *ranges = &tracker->ranges;
-	struct rf_run run, part;
-	uintptr_t at;
+	struct rf_run run = { .end = 0 }, part;
 	size_t step;
 
-	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked_and_unasked, &run);
-	     at = run.end) {
+	while (rf_tracker_next_run(tracker, UINTPTR_MAX, is_marked_and_unasked, &run)) {
 		step = rf_up((run.end - run.start) / PARTS, tracker->base_shift);
 		step = step < page_size ? page_size : step;
 		for (part = run; part.start < run.end; part.start = part.end) {
@@ -246,12 +236,8 @@ static void leave_shared(struct rf_tracker *tracker)
 /* A run that the kernel refuses to mark is left to its copying, unless it was marked before. */
 static void mark_run(struct rf_tracker *tracker, struct batch *batch, const struct rf_run *run)
 {
-	int rc;
+	int rc = rf_marks_set(tracker, run, run->best);
 
-	if (run->mark == RF_MARK_WIPEONFORK && run->best != RF_MARK_WIPEONFORK)
-		rc = rf_marks_exchange(tracker, run);
-	else
-		rc = rf_marks_set(tracker, run, run->mark ? run->mark : run->best);
 	if (rc == -EINVAL && !run->mark && run->best == RF_MARK_WIPEONFORK)
 		rc = rf_marks_set(tracker, run, RF_MARK_DONTFORK);
 	/* ENOMEM: the limit on older kernels, or memory that should be held was unmapped. */
@@ -298,12 +284,9 @@ static void flush(struct rf_tracker *tracker, struct batch *batch)
 static void mark_doubted(struct rf_tracker *tracker)
 {
 	struct batch batch = { .count = 0 };
-	struct rf_run run;
-	uintptr_t at;
+	struct rf_run run = { .end = 0 };
 
-	for (at = 0; !batch.full &&
-		     rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_due_and_marked, &run);
-	     at = run.end)
+	while (!batch.full && rf_tracker_next_run(tracker, UINTPTR_MAX, is_due_and_marked, &run))
 		mark_run(tracker, &batch, &run);
 }
 
@@ -311,12 +294,10 @@ static void mark_doubted(struct rf_tracker *tracker)
 static void mark_due(struct rf_tracker *tracker, struct batch *batch, size_t nbytes)
 {
 	uint64_t taken = tracker->ranges.mark_edges;
-	struct rf_run run;
-	uintptr_t at;
+	struct rf_run run = { .end = 0 };
 
-	for (at = 0; !batch->full && taken + 2 <= tracker->vma_budget &&
-		     rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_due_and_unmarked, &run);
-	     at = run.end) {
+	while (!batch->full && taken + 2 <= tracker->vma_budget &&
+	       rf_tracker_next_run(tracker, UINTPTR_MAX, is_due_and_unmarked, &run)) {
 		if (run.end - run.start < nbytes)
 			continue;
 		taken += 2;
@@ -346,11 +327,9 @@ static void mark_all_due(struct rf_tracker *tracker, uint64_t runs, bool may_wip
 
 static void exchange_marks(struct rf_tracker *tracker)
 {
-	struct rf_run run;
-	uintptr_t at;
+	struct rf_run run = { .end = 0 };
 
-	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked_otherwise, &run);
-	     at = run.end)
+	while (rf_tracker_next_run(tracker, UINTPTR_MAX, is_marked_otherwise, &run))
 		if (has_budget_for(tracker, run.best))
 			(void)rf_marks_exchange(tracker, &run);
 }
@@ -389,7 +368,7 @@ static void walk(struct rf_tracker *tracker, struct rf_child_list *list)
 
 /*
  * A registration that found its pages marked has not learned of the huge page they
- * are part of: madvise() takes any part of what is marked already.
+ * are part of: madvise() takes any part of a marked mapping.
  */
 static void mark_whole_pages(struct rf_tracker *tracker, const struct rf_run *run)
 {
@@ -409,11 +388,9 @@ static void mark_whole_pages(struct rf_tracker *tracker, const struct rf_run *ru
  */
 static void mark_again(struct rf_tracker *tracker)
 {
-	struct rf_run run;
-	uintptr_t at;
+	struct rf_run run = { .end = 0 };
 
-	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_marked_and_held, &run);
-	     at = run.end)
+	while (rf_tracker_next_run(tracker, UINTPTR_MAX, is_marked_and_held, &run))
 		if (rf_marks_call(tracker, run.start, run.end, rf_marks_advice(run.mark)) ==
 		    -EINVAL)
 			mark_whole_pages(tracker, &run);
@@ -456,13 +433,11 @@ static bool is_given_back(const struct rf_range *range)
 
 void rf_prefork_leave_given_back(struct rf_tracker *tracker)
 {
-	struct rf_run run;
-	uintptr_t at;
+	struct rf_run run = { .end = 0 };
 
 	if (!rf_tracker_trusts(tracker))
 		return;
-	for (at = 0; rf_tracker_next_run(tracker, at, UINTPTR_MAX, is_given_back, &run);
-	     at = run.end)
+	while (rf_tracker_next_run(tracker, UINTPTR_MAX, is_given_back, &run))
 		rf_marks_leave(tracker, &run);
 }
 

@@ -4,14 +4,14 @@
  *
  *	for all pending: ask ends > count; then in order of address: ask > mark, in batches
  *
- * Nothing here fails: what cannot be marked is left to the kernel's copying.
+ * Nothing here fails: pages that cannot be marked are left to the kernel's copying.
  */
 #ifndef RF_PREFORK_H
 #define RF_PREFORK_H
 
 #include "child_list.h"
 
-/* Count what is listed and was not: its pages are marked. */
+/* Count the listed slots that were not, whose pages are marked. */
 void rf_prefork_count_all_waiting(struct rf_tracker *tracker, struct rf_registry *registry);
 
 static inline void rf_prefork_count_waiting(struct rf_tracker *tracker,
@@ -22,19 +22,19 @@ static inline void rf_prefork_count_waiting(struct rf_tracker *tracker,
 }
 
 /*
- * Count all listed slots, unlist them, and mark what is due. Pages are wiped only once @list
+ * Count all listed slots, unlist them, and mark the pages due. Pages are wiped only once @list
  * shows them: another thread may be about to make its child, which must make the mark its own.
  */
 void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry,
 		struct rf_child_list *list);
 
 /*
- * There is no memory for what a child is to find: what is more than absent there is left to the
- * kernel, if its copying is trusted.
+ * There is no memory for the child list: pages that are to be more than absent there are left to
+ * the kernel, if its copying is trusted.
  */
 void rf_prefork_leave_given_back(struct rf_tracker *tracker);
 
-/* Ask what is not known of the counted ranges, and unmark what is shared. */
+/* Ask about counted ranges of unknown nature, and unmark the shared ones. */
 void rf_prefork_settle(struct rf_tracker *tracker);
 
 #endif

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "protect.h"
 #include "ask.h"
-#include "explain.h"
 #include "kernel.h"
 #include "marks.h"
 
@@ -33,7 +32,7 @@ struct look {
 };
 
 /*
- * What is to be marked of [@start, @end)? Pages that are in the ranges already are to be
+ * Which pages of [@start, @end) are to be marked? Those in the ranges already have to be
  * steadily marked, for it to be one run.
  */
 static inline enum shape look(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
@@ -74,14 +73,9 @@ static bool to_mark_now(const struct rf_range *range)
 	return rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
 }
 
-static bool is_fresh_but_shared(const struct rf_range *range)
-{
-	return range->mark && range->nature == RF_NATURE_SHARED;
-}
-
 /*
- * Would a mark on these pages, which bear none, stay for good? Then the caller asks what is
- * mapped first, as shared memory must not get one. MADV_DOFORK changes nothing here, and succeeds
+ * Would a mark on these pages, which bear none, stay for good? Then the caller asks about the
+ * mapping first, as shared memory must not get one. MADV_DOFORK changes nothing here, and succeeds
  * on memory that can be unmarked.
  */
 static inline bool may_stay_marked(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
@@ -92,29 +86,27 @@ static inline bool may_stay_marked(struct rf_tracker *tracker, uintptr_t start, 
 
 static bool some_may_stay_marked(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
-	struct rf_run run;
+	struct rf_run run = { .end = start };
 
-	for (; rf_tracker_next_run(tracker, start, end, rf_range_is_unmarked, &run);
-	     start = run.end)
+	while (rf_tracker_next_run(tracker, end, rf_range_is_unmarked, &run))
 		if (may_stay_marked(tracker, run.start, run.end))
 			return true;
 	return false;
 }
 
 /*
- * Mark [@start, @end), what is marked beyond doubt too if it is @all to be marked again.
+ * Mark [@start, @end), with @all also the pages that are marked beyond doubt.
  * -errno of the first refusal.
  */
 static int mark_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end, bool held,
 		     bool all)
 {
 	const struct rf_change due = { .set = RF_RANGE_DUE };
-	struct rf_run run;
+	struct rf_run run = { .end = start };
 	int rc;
 
-	for (; all ? rf_tracker_next_run(tracker, start, end, rf_range_wants_mark, &run)
-		   : rf_tracker_next_odd(tracker, start, end, to_mark_now, &run);
-	     start = run.end) {
+	while (all ? rf_tracker_next_run(tracker, end, rf_range_wants_mark, &run)
+		   : rf_tracker_next_odd(tracker, end, to_mark_now, &run)) {
 		if (run.mark == RF_MARK_NONE && !rf_marks_have_room(tracker, run.start, run.end)) {
 			if (!rf_tracker_trusts(tracker))
 				return -EDQUOT;
@@ -123,10 +115,7 @@ static int mark_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
 			continue;
 		}
 		/* Memory that is not held cannot wait for the next fork. */
-		if (run.mark == RF_MARK_WIPEONFORK && run.best != RF_MARK_WIPEONFORK)
-			rc = rf_marks_exchange(tracker, &run);
-		else
-			rc = rf_marks_set(tracker, &run, run.mark ? run.mark : RF_MARK_DONTFORK);
+		rc = rf_marks_set(tracker, &run, RF_MARK_DONTFORK);
 		if (rc < 0)
 			return rc;
 	}
@@ -135,7 +124,7 @@ static int mark_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
 
 /*
  * madvise() refused: learn what is mapped, round to that, and try once more.
- * On failure what has been counted and marked so far is the caller's to undo.
+ * On failure the caller undoes the counts and marks made so far.
  */
 static int ask_and_mark(struct rf_tracker *tracker, struct rf_child_list *list,
 			struct rf_slot *slot, bool forking, struct rf_error *error)
@@ -164,12 +153,50 @@ static int ask_and_mark(struct rf_tracker *tracker, struct rf_child_list *list,
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
-	rf_marks_clear_runs(tracker, extent.start, extent.end, is_fresh_but_shared);
+	rf_marks_clear_runs(tracker, extent.start, extent.end, rf_range_is_marked_but_shared);
 	/* Marked or not: others may have unmarked a part of a huge page, which goes as a whole. */
 	return mark_runs(tracker, extent.start, extent.end, slot->flags & RF_SLOT_HELD, true);
 }
 
-/* The slot is counted no more: unmark what it has left behind. */
+/*
+ * Why the kernel said @rc to [@start, @end): *@error, unless that names a cause already,
+ * and the errno that says it best.
+ */
+static int explain(struct rf_tracker *tracker, uintptr_t start, uintptr_t end, int rc,
+		   struct rf_error *error)
+{
+	uintptr_t at, stop = end;
+	struct rf_vma vma;
+	int found = 1;
+
+	error->start = start;
+	error->end = end;
+	if (error->cause != RF_CAUSE_NONE)
+		return rc;
+	error->cause = RF_CAUSE_VMA_LIMIT;
+	if (rc == -EDQUOT || rc == -EAGAIN)
+		return -ENOMEM;
+	if (rc != -ENOMEM) {
+		error->cause = RF_CAUSE_REFUSED;
+		return rc;
+	}
+	if (rf_vma_open(&tracker->reader) < 0)
+		return rc;
+	for (at = start; at < end; at = stop) {
+		found = rf_vma_part(&tracker->reader, at, end, &vma, &stop);
+		if (found <= 0)
+			break;
+	}
+	rf_vma_close(&tracker->reader);
+	if (found)
+		return rc;
+	error->cause = RF_CAUSE_HOLE;
+	error->start = at;
+	error->end = stop;
+	return rc;
+}
+
+/* The slot is counted no more: unmark the pages it has left behind. */
 static void clean_up(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
 	rf_marks_widen(tracker, &start, &end);
@@ -221,11 +248,11 @@ static __attribute__((noinline)) int protect_by_steps(struct rf_tracker *tracker
 		rc = ask_and_mark(tracker, list, slot, forking, error);
 	rf_tracker_extent(tracker, slot, &extent);
 	if (rc < 0) {
-		rc = rf_explain(tracker, extent.start, extent.end, rc, error);
+		rc = explain(tracker, extent.start, extent.end, rc, error);
 		undo(tracker, slot);
 		return rc;
 	}
-	/* Only now: a failure leaves no doubt about what others hold. */
+	/* Nothing fails from here on: a failure must leave no doubt about others' memory. */
 	if (!held)
 		rf_ranges_change(&tracker->ranges, extent.start, extent.end, &doubt);
 	return 0;
@@ -243,7 +270,7 @@ static bool has_marked_end(const struct rf_tracker *tracker, const struct rf_slo
 	return (first && first->mark) || (last && last->mark);
 }
 
-/* Is one of its partial base pages the first or the last of what may be a huge page? */
+/* Is one of its partial base pages the first or the last of a possible huge page? */
 static bool has_end_like_huge_page(const struct rf_tracker *tracker, const struct rf_slot *slot)
 {
 	const uintptr_t base = tracker->kernel->page_size - 1;
@@ -323,9 +350,9 @@ static bool is_doubted_and_due(const struct rf_range *range)
 static void forget_due(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
 	const struct rf_change forgotten = { .clear = RF_RANGE_DUE };
-	struct rf_run run;
+	struct rf_run run = { .end = start };
 
-	for (; rf_tracker_next_odd(tracker, start, end, is_doubted_and_due, &run); start = run.end)
+	while (rf_tracker_next_odd(tracker, end, is_doubted_and_due, &run))
 		rf_ranges_change(&tracker->ranges, run.start, run.end, &forgotten);
 }
 
@@ -336,15 +363,15 @@ static bool is_wiped_no_more(const struct rf_range *range)
 }
 
 /*
- * Zeros are not what a child is to find any more. Memory in doubt should be marked now or
+ * A child is not to find zeros any more. Memory in doubt should be marked now or
  * never, but where the kernel refuses the next fork is to do it: zeros would be lost data.
  */
 static void exchange_wiped(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
 	const struct rf_change due = { .set = RF_RANGE_DUE };
-	struct rf_run run;
+	struct rf_run run = { .end = start };
 
-	for (; rf_tracker_next_odd(tracker, start, end, is_wiped_no_more, &run); start = run.end)
+	while (rf_tracker_next_odd(tracker, end, is_wiped_no_more, &run))
 		if (rf_marks_exchange(tracker, &run) < 0)
 			rf_ranges_change(&tracker->ranges, run.start, run.end, &due);
 }
@@ -358,7 +385,7 @@ static bool has_leftover_beside(const struct rf_ranges *ranges, uintptr_t start,
 	return (before && rf_range_is_unwanted(before)) || (after && rf_range_is_unwanted(after));
 }
 
-/* What of [@start, @end), all of which is counted, is to be unmarked once it is not? */
+/* Which pages of [@start, @end), all of which are counted, does a release unmark? */
 static inline enum shape look_back(const struct rf_tracker *tracker, uintptr_t start,
 				   uintptr_t end, struct look *look)
 {
@@ -381,7 +408,7 @@ static inline enum shape look_back(const struct rf_tracker *tracker, uintptr_t s
 		if (range->flags & RF_RANGE_RETRY || rf_range_is_unwanted(range))
 			return OTHER;
 		if (rf_range_count(range) > 1) {
-			/* Zeros may not be what a child is to find there any more. */
+			/* A child may need other bytes there than zeros now. */
 			if (range->flags & RF_RANGE_DOUBT || range->mark == RF_MARK_WIPEONFORK)
 				return OTHER;
 		} else if (range->mark) {
@@ -430,7 +457,7 @@ void rf_protect_release(struct rf_tracker *tracker, const struct rf_slot *slot)
 	if (rf_unlikely(tracker->ranges.mark_edges > tracker->vma_budget) &&
 	    rf_tracker_trusts(tracker))
 		rf_marks_keep_to_budget(tracker, extent.start, extent.end);
-	/* VMAs came free, which may be what others wait for. */
+	/* VMAs came free, which other ranges may wait for. */
 	if (tracker->ranges.mark_edges < edges)
 		rf_marks_retry_some(tracker);
 }

@@ -15,8 +15,8 @@
 #include "child_list.h"
 
 /*
- * A child is being made: shared memory may not bear a mark even for a moment, and what the
- * child finds is told anew.
+ * A child is being made: shared memory may not bear a mark even for a moment, and the
+ * child list is made anew.
  */
 #define RF_PROTECT_FORKING	1u
 /* -EAGAIN rather than a call of the kernel: nothing has changed. */
@@ -30,8 +30,8 @@
 
 /*
  * Count @slot, which is neither counted nor listed, and mark its pages before
- * returning. *@ask is set if what is mapped at its ends is to be asked by the next
- * fork. Negative: nothing has changed, and *@error says why.
+ * returning. *@ask is set if the next fork has to ask what is mapped at its
+ * ends. Negative: nothing has changed, and *@error says why.
  */
 int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf_slot *slot,
 	       unsigned int how, bool *ask, struct rf_error *error);

@@ -17,24 +17,20 @@ void rf_ranges_init(struct rf_ranges *ranges)
 	ranges->directory.item_size = sizeof(struct rf_leaf_entry);
 }
 
-void rf_ranges_clear(struct rf_ranges *ranges)
+void rf_ranges_clear(struct rf_ranges *ranges, bool torn)
 {
 	struct rf_memory leaves = ranges->leaves, directory = ranges->directory;
 	uint32_t capacity = ranges->capacity;
-	uint64_t version = ranges->version;
 
+	if (torn) {
+		rf_memory_abandon(&leaves);
+		rf_memory_abandon(&directory);
+		capacity = 0;
+	}
 	memset(ranges, 0, sizeof(*ranges));
 	ranges->leaves = leaves;
 	ranges->directory = directory;
 	ranges->capacity = capacity;
-	ranges->version = version + 1;
-}
-
-void rf_ranges_abandon(struct rf_ranges *ranges)
-{
-	rf_memory_abandon(&ranges->leaves);
-	rf_memory_abandon(&ranges->directory);
-	ranges->capacity = 0;
 }
 
 int rf_ranges_grow(struct rf_ranges *ranges, uint32_t count)
@@ -172,7 +168,7 @@ static inline void forget(struct rf_ranges *ranges, uint32_t entry)
 		rf_ranges_group(ranges, entry)->group.known = false;
 }
 
-/* From @entry on another leaf will be first in each group. */
+/* The groups from @entry on are about to consist of other leaves. */
 static void forget_groups(struct rf_ranges *ranges, uint32_t entry)
 {
 	if (ranges->leaf_count < RF_GROUP)
@@ -184,7 +180,7 @@ static void forget_groups(struct rf_ranges *ranges, uint32_t entry)
 	}
 }
 
-/* An empty leaf at @entry of the directory, for what begins at @first. */
+/* An empty leaf at @entry of the directory, for ranges from @first on. */
 static void leaf_insert(struct rf_ranges *ranges, uint32_t entry, uintptr_t first)
 {
 	struct rf_leaf_entry *directory = directory_of(ranges);
@@ -260,7 +256,7 @@ static void leaf_shrunk(struct rf_ranges *ranges, uint32_t entry)
 }
 
 /*
- * The leaf of @cursor has no room for what is to be at @address. One that grows at an end
+ * The leaf of @cursor has no room for a range at @address. One that grows at an end
  * keeps all it has, or registrations in order of address would leave every leaf half full.
  */
 static void make_room(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t address)
@@ -286,7 +282,7 @@ static void make_room(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr
 
 /* ---- Whole leaves ---- */
 
-/* Its mark is there to stay, if it bears one; zeros may not be what it is to have. */
+/* Its mark, made or due, stays however often it is counted: zeros might not. */
 static bool is_even(const struct rf_range *range)
 {
 	return rf_range_wants_mark(range) && range->mark != RF_MARK_WIPEONFORK &&
@@ -313,7 +309,7 @@ static void learn_leaf(struct rf_leaf *leaf)
 	}
 }
 
-/* Of a leaf whose group has nothing waiting for it. */
+/* The sum of a leaf. Nothing waits in the sum of its group. */
 static struct rf_sum *leaf_sum(const struct rf_ranges *ranges, uint32_t entry)
 {
 	struct rf_leaf *leaf = rf_ranges_leaf(ranges, entry);
@@ -427,7 +423,7 @@ struct step {
 	struct rf_range pieces[PIECES];
 };
 
-/* Append @range, joined with what is before it where they are alike. */
+/* Append @range, joined with the piece before it where they are alike. */
 static inline void put(struct step *step, const struct rf_range *range)
 {
 	struct rf_range *last = step->pieces + step->count - 1;
@@ -609,7 +605,7 @@ static void count_marks(struct rf_ranges *ranges, const struct step *step)
 	ranges->marked_bytes += count_bytes(old, old + step->count);
 }
 
-/* Put the pieces in the place of what they replace. */
+/* Put the pieces in the place of the ranges they replace. */
 static inline void commit(struct rf_ranges *ranges, const struct step *step)
 {
 	struct rf_leaf *leaf = step->leaf;
@@ -636,7 +632,7 @@ static inline void commit(struct rf_ranges *ranges, const struct step *step)
 }
 
 /*
- * Plan what becomes of [@at, @end) as far as one leaf and one step go; returns how far
+ * Plan the pieces of [@at, @end) as far as one leaf and one step go; returns how far
  * that is. Nothing has changed yet.
  */
 static inline uintptr_t plan(const struct rf_ranges *ranges, struct rf_cursor cursor,

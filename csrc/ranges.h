@@ -15,9 +15,9 @@
  * Two levels suffice: a million ranges are some 32 000 leaves, and a leaf is
  * split or joined once in dozens of changes.
  *
- * A registration counts each of its pages once, by what it wants a child to find
+ * A registration counts each of its pages once, by the content it wants a child to find
  * there. A page that it does not fill holds other data as well, so there it wants
- * a copy. What a child finds in the end is the first of these that is wanted at all:
+ * a copy. A child finds the first of these that any registration wants:
  *
  *	nothing		an RF_OMIT registration fills the page
  *	zeros		an RF_WIPE registration fills it
@@ -25,7 +25,7 @@
  *
  * One function changes the list, rf_ranges_change(). Every other one reads it. A
  * registration over many ranges counts whole leaves in one step, and whole groups of
- * leaves: what is the same for each of their ranges waits there until one of them is read.
+ * leaves: a change that is the same for all their ranges waits until one of them is read.
  *
  * Invariants (rf_ranges_check):
  *  - ranges are half open, page aligned, not empty, sorted, disjoint;
@@ -82,7 +82,7 @@ enum rf_nature {
 
 struct rf_range {
 	uintptr_t start, end;
-	uint32_t counts[RF_FINDS];	/* registrations, by what they want a child to find */
+	uint32_t counts[RF_FINDS];	/* registrations, by the content they want */
 	uint8_t mark;
 	uint8_t nature;
 	uint8_t flags;
@@ -102,7 +102,7 @@ struct rf_range {
 
 #define RF_RANGES_SPARE	64
 
-/* What some ranges have in common, and what each of them is to be counted more. */
+/* The common properties of some ranges, and how much more each of them is to be counted. */
 struct rf_sum {
 	int32_t more[RF_FINDS];
 	uint32_t least;		/* registrations of any page */
@@ -137,7 +137,7 @@ struct rf_ranges {
 	uint64_t marked_bytes;
 	uint64_t version;	/* changes with every change */
 	bool retry;		/* some range has a flag of RF_RANGE_TO_UNMARK, or had it */
-	bool leftover;		/* some range was left with a mark that nobody counts */
+	bool leftover;		/* some uncounted range was left with a mark */
 };
 
 /* A place in the list. Any change to the list makes it stale. */
@@ -147,11 +147,11 @@ struct rf_cursor {
 
 void rf_ranges_init(struct rf_ranges *ranges);
 
-/* Forget everything and keep the memory, for a child that inherits it. */
-void rf_ranges_clear(struct rf_ranges *ranges);
-
-/* The same where its structures may not fit together: their memory is lost. */
-void rf_ranges_abandon(struct rf_ranges *ranges);
+/*
+ * Forget everything, for a child that inherits it. @torn: its structures may not fit together, so
+ * their memory is lost; else it is kept.
+ */
+void rf_ranges_clear(struct rf_ranges *ranges, bool torn);
 
 /* Make room for @count ranges. -ENOMEM: nothing has changed. */
 int rf_ranges_grow(struct rf_ranges *ranges, uint32_t count);
@@ -160,7 +160,7 @@ int rf_ranges_grow(struct rf_ranges *ranges, uint32_t count);
  * Make room for @registrations, those counted already included, so that counting
  * and releasing them in any order finds memory. Every step of the function is
  * one of a visible range, or one of the four of a registration, hidden where another
- * begins as this one ends; what a release cannot unmark takes a few more.
+ * begins as this one ends; pages a release cannot unmark take a few more.
  */
 static inline int rf_ranges_reserve(struct rf_ranges *ranges, uint32_t registrations)
 {
@@ -175,7 +175,7 @@ static inline int rf_ranges_reserve(struct rf_ranges *ranges, uint32_t registrat
 
 /* The first range that ends after @address. */
 struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address);
-/* The leaf at @entry, as it lies there: what waits for it is not in it. */
+/* The leaf at @entry, as it lies there: without the changes that wait for it. */
 static inline struct rf_leaf *rf_ranges_leaf(const struct rf_ranges *ranges, uint32_t entry)
 {
 	const struct rf_leaf_entry *directory = ranges->directory.items;
@@ -183,13 +183,13 @@ static inline struct rf_leaf *rf_ranges_leaf(const struct rf_ranges *ranges, uin
 	return (struct rf_leaf *)ranges->leaves.items + directory[entry].leaf;
 }
 
-/* Those at and after it in the directory are of its group, up to the next such leaf. */
+/* The first leaf of the group of the leaf at @entry. */
 static inline struct rf_leaf *rf_ranges_group(const struct rf_ranges *ranges, uint32_t entry)
 {
 	return rf_ranges_leaf(ranges, entry - entry % RF_GROUP);
 }
 
-/* Give the leaf at @entry, and its ranges, what waits for them. */
+/* Apply the changes that wait for the leaf at @entry and its ranges. */
 void rf_ranges_settle(const struct rf_ranges *ranges, uint32_t entry);
 
 static inline struct rf_leaf *rf_ranges_settled(const struct rf_ranges *ranges, uint32_t entry)
@@ -220,7 +220,7 @@ const struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t 
 /*
  * At the first range of a leaf: go on over leaves that touch and end at or before @end, all of
  * whose ranges touch, want and bear MADV_DONTFORK beyond doubt, and are counted @least times.
- * Where the last of them ends; 0: the first is another one.
+ * Returns the end of the last of them; 0: there is none.
  */
 uintptr_t rf_ranges_skip_leaves(const struct rf_ranges *ranges, struct rf_cursor *cursor,
 				uintptr_t end, uint32_t least);
@@ -244,12 +244,12 @@ struct rf_change {
 	uint8_t set, clear;	/* flags */
 	bool tried;		/* in vain, to unmark it */
 	bool remark, rename;	/* do the next two count? */
-	uint8_t mark;		/* counting: of what bears none; discounting: of what is left */
+	uint8_t mark;		/* counting: for unmarked ranges; discounting: for those left */
 	uint8_t nature;
 };
 
 /*
- * There is room. Where nothing is said of it a page keeps what it has. @cursor is that of
+ * There is room. A page keeps each property that the change does not name. @cursor is that of
  * @start, for callers that have looked there.
  */
 void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t start,
@@ -285,6 +285,11 @@ static inline enum rf_finds rf_range_finds(const struct rf_range *range)
 static inline bool rf_range_wants_mark(const struct rf_range *range)
 {
 	return range->nature != RF_NATURE_SHARED && rf_range_is_counted(range);
+}
+
+static inline bool rf_range_is_marked_but_shared(const struct rf_range *range)
+{
+	return range->mark && range->nature == RF_NATURE_SHARED;
 }
 
 static inline bool rf_range_is_unmarked(const struct rf_range *range)

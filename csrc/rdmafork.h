@@ -58,8 +58,8 @@ enum rf_mode {
 };
 
 /*
- * What a child gets of the private pages that a registration fills; of pages that no
- * registration fills it gets a copy. Where registrations overlap, RF_OMIT wins over
+ * The content a child gets in private pages that a registration fills. It gets a copy of pages
+ * that no single registration fills. Where registrations overlap, RF_OMIT wins over
  * RF_WIPE, and RF_WIPE over RF_KEEP. Shared memory stays shared.
  */
 enum rf_policy {
@@ -69,11 +69,11 @@ enum rf_policy {
 	RF_POLICIES = 3,
 };
 
-/* What the caller knows of the memory. */
+/* Facts about the memory that the caller knows. */
 #define RF_HELD		1u	/* it stays mapped, as it is, until rf_release() */
 /* Return -EAGAIN rather than wait for a lock or enter the kernel. */
 #define RF_NOWAIT	2u
-/* Children do not get what is mapped from the descriptor either. */
+/* Children do not get the descriptor's mappings either. */
 #define RF_MAPPED	4u
 /* With rf_release(), before rf_fork_init(): later that works as if nothing had been registered. */
 #define RF_UNDO		8u
@@ -98,12 +98,13 @@ enum rf_cause {
 	RF_CAUSE_SHARED_PAGE,
 	RF_CAUSE_LIBRARY,	/* ENOTSUP: a libibverbs cannot be intercepted: text */
 	RF_CAUSE_UNKNOWN_MODE,	/* EINVAL: there is no such mode: text */
+	RF_CAUSE_FLAGS,		/* EINVAL: the call has no such flags: text */
 };
 
 struct rf_error {
 	enum rf_cause cause;
 	uintptr_t start, end;	/* the range the cause speaks of, page aligned */
-	uintptr_t address;	/* what was to be registered */
+	uintptr_t address;	/* of the memory to register */
 	size_t nbytes;		/* 0 where nothing was */
 	char text[256];		/* the value, engine, library, kernel or memory at fault */
 };
@@ -155,10 +156,11 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error);
 RF_API enum rf_mode rf_mode(void);
 
 /*
- * Register [@address, @address + @nbytes). With RF_HELD in @flags the
- * memory stays mapped until it is released. Without it the memory may be unmapped before,
- * so its pages are marked at once in either mode. The first registration reads RDMAV_FORK_SAFE
- * and IBV_FORK_SAFE; if one is set it calls rf_fork_init() and fails as that does.
+ * Register [@address, @address + @nbytes). @flags: RF_HELD, RF_NOWAIT; any other bit is
+ * -EINVAL. With RF_HELD the memory stays mapped until it is released. Without it the memory
+ * may be unmapped before, so its pages are marked at once in either mode. The first
+ * registration reads RDMAV_FORK_SAFE and IBV_FORK_SAFE; if one is set it calls rf_fork_init()
+ * and fails as that does.
  * Returns 1 if the memory is protected, 0 if rf_fork_init() was never called;
  * *@handle names the registration. @nbytes may be 0.
  * RF_CAUSE_SHARED_PAGE goes with success: where partial pages are kept from children,
@@ -173,7 +175,7 @@ RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
  * End a registration. Marked pages that no other registration touches are unmarked
  * when this returns (where the kernel's VMA limit forbids it, as soon as possible).
  * -ESTALE: released already. -ECHILD: the parent made it; no system call is made.
- * -EAGAIN with RF_NOWAIT in @flags. -EDEADLK.
+ * @flags: RF_NOWAIT (-EAGAIN), RF_UNDO; any other bit is -EINVAL. -EDEADLK.
  */
 RF_API int rf_release(struct rf_handle handle, unsigned int flags);
 
@@ -182,7 +184,7 @@ RF_API int rf_release(struct rf_handle handle, unsigned int flags);
  * place of its fork support: ibv_fork_init(), ibv_is_fork_initialized(),
  * ibv_dontfork_range() and ibv_dofork_range(). With @yes, calls of the last two by this
  * thread do nothing, until it is called without: for a caller that registers with
- * libibverbs what it has registered here itself.
+ * libibverbs the memory it has registered here itself.
  */
 RF_API void rf_ranges_own(int yes);
 
@@ -227,7 +229,7 @@ struct rf_library {
 /*
  * Where this library is not found first: take over the calls that every libibverbs in
  * the process makes to its own fork support. Those loaded later follow at the next
- * fork, ibv_fork_init() or rf_libraries(). What they have marked before stays marked.
+ * fork, ibv_fork_init() or rf_libraries(). Their earlier marks stay.
  * Returns how many are intercepted. -ENOTSUP: one cannot be; the others are.
  * -EDEADLK.
  */
@@ -263,8 +265,8 @@ RF_API uint32_t rf_generation(void);
  *		open, rf_descriptor_omit()
  *	} while ((!before || rf_forks() != before) && (close, true));
  *
- * Call rf_descriptor_release() before closing it. -EBADF, -EMFILE, -ENOMEM,
- * -EDEADLK; -ENOENT: it was not omitted.
+ * Call rf_descriptor_release() before closing it. -EBADF, -EMFILE, -ENOMEM, -EDEADLK;
+ * -EINVAL: @flags has more than RF_MAPPED; -ENOENT: it was not omitted.
  */
 RF_API int rf_descriptor_omit(int fd, unsigned int flags);
 RF_API int rf_descriptor_release(int fd);
@@ -290,8 +292,8 @@ struct rf_range_info {
 
 /*
  * Lists the registered pages in order of address: at most @capacity entries go
- * to @out, the number there are is returned. Looks up what is mapped where that
- * is not known yet. -ENOMEM, -EDEADLK.
+ * to @out, the number there are is returned. Looks mappings up where they
+ * are not known yet. -ENOMEM, -EDEADLK.
  */
 RF_API ssize_t rf_list(struct rf_range_info *out, size_t capacity);
 
@@ -303,17 +305,17 @@ struct rf_stats {
 	uint64_t marked_bytes;
 	uint64_t vmas;			/* upper bound of VMAs the marks add */
 	uint64_t vma_budget;		/* no mark goes beyond it: half of vm.max_map_count */
-	uint64_t left_ranges;		/* could be marked, but copied by the kernel */
-	uint64_t left_bytes;
-	uint64_t unreleased_bytes;	/* released, still marked: children lack them */
+	uint64_t unmarked_ranges;	/* could be marked, but copied by the kernel */
+	uint64_t unmarked_bytes;
+	uint64_t still_marked_bytes;	/* released, still marked: children lack them */
 	uint64_t madvise_calls;		/* since fork_init, process_madvise() included */
 	uint64_t query_calls;		/* questions asked of /proc */
 	uint64_t forks;			/* forks through libc seen by the handlers */
-	uint64_t forks_unprepared;	/* while the engine was busy: nothing new was marked */
+	uint64_t forks_unmarked;	/* while the engine was busy: nothing new was marked */
 	uint64_t engine_bytes;		/* memory the engine's tables take */
 	uint64_t ibv_ranges;		/* registrations that ibv_dontfork_range() made, live */
 	uint64_t ibv_calls;		/* of ibv_dontfork_range() and ibv_dofork_range() */
-	uint64_t ibv_unbalanced;	/* of these, releases of what was not registered */
+	uint64_t ibv_unbalanced;	/* of these, releases of unregistered ranges */
 	uint64_t gone_bytes;		/* marked, and unmapped or moved before their release */
 };
 
@@ -322,7 +324,7 @@ RF_API int rf_stats(struct rf_stats *stats);
 
 /*
  * Points to the bytes that the live registrations touch, in whole pages and each counted by
- * itself: VmPin is no more, unless somebody pins what is not registered. For programs
+ * itself: VmPin is no more, unless something pins unregistered memory. For programs
  * that read another process's memory, as "rdmafork doctor --pid" does.
  */
 RF_API extern const uint64_t *const rf_registered_bytes;
@@ -330,7 +332,7 @@ RF_API extern const uint64_t *const rf_registered_bytes;
 enum rf_how {
 	RF_HOW_VERSION = 0,	/* from the kernel's version */
 	RF_HOW_NETLINK = 1,	/* the kernel says so over RDMA netlink */
-	RF_HOW_PROBE = 2,	/* from what it does with a page: as 5.19, or not */
+	RF_HOW_PROBE = 2,	/* from its treatment of a page: as 5.19, or not */
 	RF_HOW_ENVIRONMENT = 3,	/* RDMAFORK_TRUST_COPYING=0 */
 };
 

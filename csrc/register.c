@@ -13,9 +13,14 @@
 #include <errno.h>
 #include <stdio.h>
 
-/* Refuse what could never be registered, before anything is taken. */
-static int check_arguments(uintptr_t start, size_t nbytes, enum rf_policy policy,
-			   struct rf_error *error)
+/* Each call refuses flags it does not take: a later release may give another bit a meaning. */
+#define REGISTER_FLAGS (RF_HELD | RF_NOWAIT)
+#define RELEASE_FLAGS (RF_NOWAIT | RF_UNDO)
+#define OMIT_FLAGS RF_MAPPED
+
+/* Refuse arguments that could never be registered, before anything is taken. */
+static int check_arguments(uintptr_t start, size_t nbytes, unsigned int flags,
+			   enum rf_policy policy, struct rf_error *error)
 {
 	/* Rounding up to the largest page must not wrap either. */
 	const uintptr_t largest_page = (uintptr_t)1 << 34;
@@ -32,6 +37,11 @@ static int check_arguments(uintptr_t start, size_t nbytes, enum rf_policy policy
 	if ((unsigned int)policy >= RF_POLICIES) {
 		error->cause = RF_CAUSE_POLICY;
 		snprintf(error->text, sizeof(error->text), "%d", (int)policy);
+		return -EINVAL;
+	}
+	if (rf_unlikely(flags & ~REGISTER_FLAGS)) {
+		error->cause = RF_CAUSE_FLAGS;
+		snprintf(error->text, sizeof(error->text), "0x%x", flags & ~REGISTER_FLAGS);
 		return -EINVAL;
 	}
 	return 0;
@@ -85,7 +95,7 @@ static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t inde
 		return 0;
 	}
 	how |= flags & RF_NOWAIT ? RF_PROTECT_NOWAIT : 0;
-	/* Memory that is not held puts pages in doubt: first count what waits there. */
+	/* Memory that is not held puts pages in doubt: first count the slots waiting there. */
 	if (engine->mode == RF_MODE_EAGER && !(flags & (RF_HELD | RF_NOWAIT)))
 		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
 	rc = rf_protect(&engine->tracker, &engine->list, slot, how, &ask, error);
@@ -184,7 +194,7 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 
 	rc = rf_registry_reserve(&engine->registry);
 	if (rf_likely(rc >= 0))
-		rc = rf_tracker_reserve(&engine->tracker, engine->registry.live + 1);
+		rc = rf_ranges_reserve(&engine->tracker.ranges, engine->registry.live + 1);
 	if (rf_likely(rc >= 0))
 		rc = rf_child_list_reserve(&engine->list, engine->tracker.ranges.capacity, 0);
 	if (rf_unlikely(rc < 0)) {
@@ -223,7 +233,7 @@ RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 	int rc;
 
 	error->cause = RF_CAUSE_NONE;
-	rc = check_arguments((uintptr_t)address, nbytes, policy, error);
+	rc = check_arguments((uintptr_t)address, nbytes, flags, policy, error);
 	if (rf_unlikely(rc < 0))
 		return rc;
 	if (rf_unlikely(!__atomic_load_n(&engine->environment_read, __ATOMIC_RELAXED))) {
@@ -232,7 +242,7 @@ RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 		rc = rf_start_by_environment(error);
 		if (rc < 0)
 			return rc;
-		/* It names no registration. */
+		/* rf_start_by_environment() has cleared *@error. */
 		error->address = (uintptr_t)address;
 		error->nbytes = nbytes;
 	}
@@ -278,8 +288,11 @@ RF_API int rf_release(struct rf_handle handle, unsigned int flags)
 {
 	struct rf_engine *engine = &rf_engine;
 	struct rf_slot *slot;
-	int rc = rf_enter(flags), why;
+	int rc, why;
 
+	if (rf_unlikely(flags & ~RELEASE_FLAGS))
+		return -EINVAL;
+	rc = rf_enter(flags);
 	if (rf_unlikely(rc < 0))
 		return rc;
 	slot = rf_registry_find(&engine->registry, handle, &why);
@@ -315,8 +328,11 @@ RF_API int rf_handle_state(struct rf_handle handle)
 
 RF_API int rf_descriptor_omit(int fd, unsigned int flags)
 {
-	int rc = rf_enter(0);
+	int rc;
 
+	if (flags & ~OMIT_FLAGS)
+		return -EINVAL;
+	rc = rf_enter(0);
 	if (rc < 0)
 		return rc;
 	rc = rf_descriptors_add(&rf_engine.descriptors, fd, flags & RF_MAPPED);

@@ -13,11 +13,15 @@ void rf_registry_init(struct rf_registry *registry)
 	registry->last_listed = RF_SLOT_NONE;
 }
 
-void rf_registry_clear(struct rf_registry *registry)
+void rf_registry_clear(struct rf_registry *registry, bool torn)
 {
 	struct rf_memory slots = registry->slots, origins = registry->origins;
 	uint64_t last_serial = registry->last_serial;
 
+	if (torn) {
+		rf_memory_abandon(&slots);
+		rf_memory_abandon(&origins);
+	}
 	rf_registry_init(registry);
 	registry->slots = slots;
 	registry->origins = origins;

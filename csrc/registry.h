@@ -27,7 +27,7 @@
 
 /* Its pages are counted in the ranges. */
 #define RF_SLOT_COUNTED		1u
-/* In the list: the next fork is to count it, or to ask what is mapped at its ends. */
+/* In the list: the next fork is to count it, or to ask about the mappings at its ends. */
 #define RF_SLOT_LISTED		2u
 /* rf_fork_init() came after it, or never: nothing protects it. */
 #define RF_SLOT_UNPROTECTED	4u
@@ -43,7 +43,7 @@ struct rf_slot {
 	uint8_t start_shift, end_shift;
 };
 
-/* Where in a program a registration was made, if that was told: at its slot's index. */
+/* The line of the program that registered, if rf_registered_at() has told it: by slot index. */
 struct rf_origin {
 	uint64_t serial;
 	char where[120];
@@ -65,12 +65,15 @@ struct rf_registry {
 
 void rf_registry_init(struct rf_registry *registry);
 
-/* Forget everything and keep the memory: all serials so far are the parent's. */
-void rf_registry_clear(struct rf_registry *registry);
+/*
+ * Forget everything, in a child: all serials so far are the parent's. The memory is kept, unless
+ * the tables are @torn.
+ */
+void rf_registry_clear(struct rf_registry *registry, bool torn);
 
 /*
- * Hand the tables over, which are the caller's to free: how many slots were ever used. What
- * is left is an empty registry, which rf_registry_clear() is to follow.
+ * Hand the tables over, which are the caller's to free: how many slots were ever used. It
+ * leaves an empty registry, for rf_registry_clear() next.
  */
 uint32_t rf_registry_take_tables(struct rf_registry *registry, struct rf_memory *slots,
 				 struct rf_memory *origins);
@@ -135,7 +138,7 @@ static inline void rf_registry_put(struct rf_registry *registry, uint32_t index)
 	registry->live--;
 }
 
-/* Undo rf_registry_take() of the slot taken last, whose serial nobody has been told. */
+/* Undo rf_registry_take() of the slot taken last, whose serial no caller has seen. */
 static inline void rf_registry_take_back(struct rf_registry *registry, uint32_t index)
 {
 	rf_registry_put(registry, index);

@@ -66,7 +66,6 @@ static enum rf_protection protection_of(struct rf_engine *engine, const struct r
 					const struct rf_range *advised,
 					struct rf_range_info *info)
 {
-	const uintptr_t start = info->start;
 	struct rf_vma vma;
 
 	if (engine->mode == RF_MODE_NONE)
@@ -81,13 +80,9 @@ static enum rf_protection protection_of(struct rf_engine *engine, const struct r
 	if (here->flags & RF_RANGE_DUE)
 		return RF_BY_HANDLER;
 	if (!advised && engine->tracker.reader.depth &&
-	    rf_vma_find(&engine->tracker.reader, start, &vma) >= 0) {
-		uintptr_t stop = vma.start > start ? vma.start : vma.end;
-
-		info->end = stop < info->end ? stop : info->end;
-		if (vma.start <= start && vma.shared)
-			return RF_BY_SHARING;
-	}
+	    rf_vma_part(&engine->tracker.reader, info->start, info->end, &vma, &info->end) > 0 &&
+	    vma.shared)
+		return RF_BY_SHARING;
 	return RF_BY_KERNEL;
 }
 
@@ -133,7 +128,7 @@ static void list_range(struct rf_engine *engine, struct list *list,
 			info.end = advised->end;
 		else if (advised && !inside && advised->start < range->end)
 			info.end = advised->start;
-		/* A mark that nobody counts waits to be taken away, or is gone already. */
+		/* An uncounted mark waits to be taken away, or is gone already. */
 		info.protection = (uint8_t)protection_of(
 			engine, range, inside && rf_range_is_counted(advised) ? advised : NULL,
 			&info);
@@ -194,11 +189,11 @@ static void count_ranges(const struct rf_tracker *tracker, struct rf_stats *stat
 		const uint64_t nbytes = range->end - range->start;
 
 		if (!rf_range_is_counted(range)) {
-			stats->unreleased_bytes += nbytes;
+			stats->still_marked_bytes += nbytes;
 		} else if (rf_range_wants_mark(range) &&
 			   (!range->mark || range->flags & RF_RANGE_RETRY)) {
-			stats->left_ranges++;
-			stats->left_bytes += nbytes;
+			stats->unmarked_ranges++;
+			stats->unmarked_bytes += nbytes;
 			stats->marked_bytes -= range->mark ? nbytes : 0;
 		}
 	}
@@ -218,7 +213,7 @@ RF_API int rf_stats(struct rf_stats *stats)
 	stats->registrations = engine->registry.live;
 	stats->pending = engine->registry.listed;
 	stats->forks = engine->forks;
-	stats->forks_unprepared = __atomic_load_n(&engine->forks_unprepared, __ATOMIC_RELAXED);
+	stats->forks_unmarked = __atomic_load_n(&engine->forks_unmarked, __ATOMIC_RELAXED);
 	stats->engine_bytes += (uint64_t)engine->registry.touched * sizeof(struct rf_slot) +
 			       rf_child_list_bytes(&engine->list);
 	if (rf_has_hooks())

@@ -32,7 +32,7 @@ static const struct area areas[] = {
 static uintptr_t address_in(const struct area *area)
 {
 	const uint64_t random = (uint64_t)getauxval(AT_RANDOM) * 0x9e3779b97f4a7c15;
-	const size_t page = getauxval(AT_PAGESZ);
+	const size_t page = rf_sys_page_size();
 
 	return area->base + ((uintptr_t)(random >> (64 - area->bits)) & ~(page - 1));
 }
@@ -41,7 +41,7 @@ static struct meeting *meet_at(uintptr_t address)
 {
 	struct meeting *meeting = (struct meeting *)address, seen = { 0, 0 };
 	struct iovec to = { &seen, sizeof(seen) }, from = { meeting, sizeof(seen) };
-	int rc = rf_sys_map_at(address, getauxval(AT_PAGESZ), PROT_READ | PROT_WRITE);
+	int rc = rf_sys_map_at(address, rf_sys_page_size(), PROT_READ | PROT_WRITE);
 
 	if (rc >= 0)
 		__atomic_store_n(&meeting->mark, MARK, __ATOMIC_SEQ_CST);

@@ -3,7 +3,7 @@
  * Two engines in one process would undo each other's advice: their counts know nothing of
  * each other. The loader does not show them to each other where one is in a namespace of
  * dlmopen(), or within the program, which exports no symbols. So all engines go to one page,
- * whose address follows from where the kernel has put the process's auxiliary vector.
+ * whose address follows from that of the process's auxiliary vector.
  *
  *	[ mark | engine ]	0, or the address of the one that runs
  *

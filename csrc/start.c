@@ -38,7 +38,7 @@ static int mode_of_environment(enum rf_mode *mode, struct rf_error *error)
 	return 0;
 }
 
-/* What a variable that is 0, 1 or not set says: *@value stays what it is if it is not set. */
+/* Read a variable that is 0, 1 or not set: then *@value stays as it is. */
 static int switch_variable(const char *name, bool *value, struct rf_error *error)
 {
 	const char *text = secure_getenv(name);
@@ -51,7 +51,7 @@ static int switch_variable(const char *name, bool *value, struct rf_error *error
 	return 0;
 }
 
-/* What else it says of an engine that starts. */
+/* The other variables of an engine that starts. */
 struct wishes {
 	bool trust, explain;
 };
@@ -67,7 +67,7 @@ static int wishes_of_environment(struct wishes *wishes, struct rf_error *error)
 	return rc;
 }
 
-/* The variables with which libibverbs, too, tracks what is registered through it. */
+/* The variables that make libibverbs track its registrations, too. */
 static bool environment_starts(void)
 {
 	return secure_getenv("RDMAV_FORK_SAFE") || secure_getenv("IBV_FORK_SAFE");
@@ -111,7 +111,7 @@ static int start_alone(enum rf_mode mode, bool any, const struct wishes *wishes,
 	if (mode == RF_MODE_AUTO)
 		mode = trusted ? RF_MODE_LAZY : RF_MODE_EAGER;
 	if (rf_registry_reserve(&engine->registry) < 0 ||
-	    rf_tracker_reserve(&engine->tracker, 1) < 0 ||
+	    rf_ranges_reserve(&engine->tracker.ranges, 1) < 0 ||
 	    rf_child_list_reserve(&engine->list, engine->tracker.ranges.capacity, 0) < 0) {
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
@@ -204,7 +204,7 @@ RF_API void rf_kernel_info(struct rf_kernel *kernel)
 
 	(void)wishes_of_environment(&wishes, &error);
 	entered = rf_enter(0);
-	/* From its start on the engine relies on what was in force then. */
+	/* From its start on the engine relies on the setting in force then. */
 	if (entered == 0 && rf_engine.mode == RF_MODE_NONE)
 		rf_kernel_distrust(!wishes.trust);
 	*kernel = *rf_kernel();

@@ -14,10 +14,10 @@
 #include <sys/auxv.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/utsname.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -83,7 +83,7 @@ static int injected(void)
 		errno = saved_;              \
 	} while (0)
 
-/* The same of what libc makes a point of cancellation. */
+/* The same for calls that libc makes points of cancellation. */
 #define KERNEL_UNCANCELLED(result, call)                                 \
 	do {                                                             \
 		int state_;                                              \
@@ -113,7 +113,7 @@ ssize_t rf_sys_madvise_many(const struct iovec *ranges, unsigned int count, int 
 	return rc;
 }
 
-/* @rc is what mmap() has returned: an address, or a negated errno. */
+/* @rc is the result of mmap(): an address, or a negated errno. */
 static int mapped_at(intptr_t rc, void **out)
 {
 	if (rc < 0 && rc > -4096)
@@ -122,14 +122,33 @@ static int mapped_at(intptr_t rc, void **out)
 	return 0;
 }
 
-int rf_sys_map(size_t nbytes, void **out)
+static int map(uintptr_t start, size_t nbytes, int protection, int flags, void **out)
 {
 	intptr_t rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, (intptr_t)mmap(NULL, nbytes, PROT_READ | PROT_WRITE,
-				  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+	KERNEL(rc, (intptr_t)mmap((void *)start, nbytes, protection,
+				  MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0));
 	return mapped_at(rc, out);
+}
+
+int rf_sys_map(size_t nbytes, void **out)
+{
+	return map(0, nbytes, PROT_READ | PROT_WRITE, 0, out);
+}
+
+int rf_sys_map_at(uintptr_t start, size_t nbytes, int protection)
+{
+	void *memory;
+
+	return map(start, nbytes, protection, MAP_NORESERVE | MAP_FIXED_NOREPLACE, &memory);
+}
+
+int rf_sys_map_over(uintptr_t start, size_t nbytes)
+{
+	void *memory;
+
+	return map(start, nbytes, PROT_READ | PROT_WRITE, MAP_NORESERVE | MAP_FIXED, &memory);
 }
 
 int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out)
@@ -152,12 +171,27 @@ int rf_sys_is_shared(uintptr_t address, size_t nbytes)
 	mapped = mapped_at(rc, &again);
 	if (mapped < 0)
 		return mapped == -EINVAL ? 0 : mapped;
-	/* Where pages are huge, a whole one was mapped. */
+	/* A whole huge page was mapped, if it is one. */
 	do {
 		KERNEL(rc, munmap(again, nbytes));
 		nbytes *= 2;
 	} while (rc == -EINVAL && nbytes <= (size_t)1 << 34);
 	return 1;
+}
+
+int rf_sys_is_in_huge_page(uintptr_t address, size_t nbytes)
+{
+	void *same;
+	intptr_t rc;
+	int mapped;
+
+	RETURN_IF_INJECTED();
+	/* To the same place and size: nothing changes. It must not begin inside a huge page. */
+	KERNEL(rc, (intptr_t)mremap((void *)address, nbytes, nbytes, 0));
+	mapped = mapped_at(rc, &same);
+	if (mapped == -EINVAL)
+		return 1;
+	return mapped == -EFAULT ? 0 : mapped;
 }
 
 int rf_sys_protect(uintptr_t start, size_t nbytes, int protection)
@@ -178,43 +212,14 @@ int rf_sys_unmap(void *start, size_t nbytes)
 	return rc;
 }
 
-#ifndef MAP_FIXED_NOREPLACE /* Linux 4.17 */
-#define MAP_FIXED_NOREPLACE 0x100000
-#endif
-
-int rf_sys_map_at(uintptr_t start, size_t nbytes, int protection)
-{
-	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
-	void *memory;
-	intptr_t rc;
-
-	RETURN_IF_INJECTED();
-	KERNEL(rc, (intptr_t)mmap((void *)start, nbytes, protection, flags, -1, 0));
-	return mapped_at(rc, &memory);
-}
-
-bool rf_sys_is_mapped(uintptr_t start, size_t nbytes)
+int rf_sys_is_mapped(uintptr_t start, size_t nbytes)
 {
 	int rc;
 
-#ifdef RF_TESTING
-	if (injected())
-		return false;
-#endif
+	RETURN_IF_INJECTED();
 	/* MS_ASYNC writes nothing. Not mincore(), which needs a byte for each page. */
 	KERNEL_UNCANCELLED(rc, msync((void *)start, nbytes, MS_ASYNC));
-	return rc >= 0;
-}
-
-int rf_sys_map_over(uintptr_t start, size_t nbytes)
-{
-	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-	void *memory;
-	intptr_t rc;
-
-	RETURN_IF_INJECTED();
-	KERNEL(rc, (intptr_t)mmap((void *)start, nbytes, PROT_READ | PROT_WRITE, flags, -1, 0));
-	return mapped_at(rc, &memory);
+	return rc < 0 ? rc : 1;
 }
 
 /* Flags that mean nothing to a reader, so that no program opens a file for reading with them. */
@@ -309,17 +314,14 @@ ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes)
 	return rc;
 }
 
-bool rf_sys_is_writable(int fd)
+int rf_sys_is_writable(int fd)
 {
 	struct pollfd asked = { .fd = fd, .events = POLLOUT };
 	int rc;
 
-#ifdef RF_TESTING
-	if (injected())
-		return false;
-#endif
+	RETURN_IF_INJECTED();
 	KERNEL_UNCANCELLED(rc, poll(&asked, 1, 0));
-	return rc == 1 && asked.revents & POLLOUT;
+	return rc < 0 ? rc : !!(asked.revents & POLLOUT);
 }
 
 static ssize_t read_memory(const struct iovec *to, const struct iovec *from, unsigned int count)
@@ -336,21 +338,49 @@ static ssize_t read_memory(const struct iovec *to, const struct iovec *from, uns
 #define PIPE_SIGNATURE O_DIRECT
 #define PIPE_BYTES ((size_t)64 * 1024)
 
-static uint64_t pipes; /* to copy through: how often one was opened or closed */
+/* The lower half says how many are open, the upper half how many ever were. */
+static uint64_t transients;
 
-uint64_t rf_sys_copying_pipes(void)
+#define EVER_OPENED ((uint64_t)1 << 32)
+#define STILL_OPEN (EVER_OPENED - 1)
+
+void rf_sys_transient(bool opens)
 {
-	return __atomic_load_n(&pipes, __ATOMIC_SEQ_CST);
+	if (opens)
+		__atomic_add_fetch(&transients, EVER_OPENED + 1, __ATOMIC_SEQ_CST);
+	else
+		__atomic_sub_fetch(&transients, 1, __ATOMIC_SEQ_CST);
 }
 
-int rf_sys_is_copying_pipe(int fd)
+uint64_t rf_sys_transients(void)
 {
-	const int mask = O_ACCMODE | O_NONBLOCK | PIPE_SIGNATURE;
+	return __atomic_load_n(&transients, __ATOMIC_SEQ_CST);
+}
+
+bool rf_sys_inherits_transients(uint64_t before)
+{
+	const uint64_t now = rf_sys_transients();
+
+	/* The threads that had them open are not in this process. */
+	if (now & STILL_OPEN)
+		__atomic_store_n(&transients, now & ~STILL_OPEN, __ATOMIC_SEQ_CST);
+	return now != before || now & STILL_OPEN;
+}
+
+/* Are these @flags set, of those in @mask? */
+static int has_flags(int fd, int mask, int flags)
+{
 	int rc;
 
 	RETURN_IF_INJECTED();
 	KERNEL(rc, fcntl(fd, F_GETFL));
-	return rc < 0 ? rc : (rc & mask) == (O_WRONLY | O_NONBLOCK | PIPE_SIGNATURE);
+	return rc < 0 ? rc : (rc & mask) == flags;
+}
+
+int rf_sys_is_copying_pipe(int fd)
+{
+	return has_flags(fd, O_ACCMODE | O_NONBLOCK | PIPE_SIGNATURE,
+			 O_WRONLY | O_NONBLOCK | PIPE_SIGNATURE);
 }
 
 /* The empty @pipe is empty again afterwards, unless this fails. */
@@ -378,7 +408,7 @@ static ssize_t copy_through(const int pipe[2], const struct iovec *to, const str
 		nbytes = to->iov_len - done;
 		nbytes = from->iov_len < nbytes ? from->iov_len : nbytes;
 		for (at = 0; at < nbytes; at += (size_t)rc, done += (size_t)rc) {
-			/* An address, and no pointer: what is read may begin at 0. */
+			/* An address, and no pointer: it may be 0. */
 			rc = copy_some(pipe, (char *)to->iov_base + done,
 				       (const void *)((uintptr_t)from->iov_base + at), nbytes - at);
 			if (rc <= 0)
@@ -395,14 +425,14 @@ ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned i
 
 	if (rf_likely(rc >= 0 || rc == -EFAULT))
 		return rc;
-	/* A sandbox refuses the call itself. Counted around it: a child may be made at any time. */
-	__atomic_add_fetch(&pipes, 1, __ATOMIC_SEQ_CST);
+	/* A sandbox refuses the call itself. */
+	rf_sys_transient(true);
 	if (open_pipe(pipe, PIPE_SIGNATURE) >= 0) {
 		rc = copy_through(pipe, to, from, count);
 		rf_sys_close(pipe[0]);
 		rf_sys_close(pipe[1]);
 	}
-	__atomic_add_fetch(&pipes, 1, __ATOMIC_SEQ_CST);
+	rf_sys_transient(false);
 	return rc;
 }
 
@@ -427,7 +457,7 @@ int rf_sys_read_link(const char *path, char *target, size_t nbytes)
 	return 0;
 }
 
-/* Not failed by the tests: Linux closes the descriptor whatever it returns. */
+/* Tests do not fail it, as Linux closes the descriptor whatever it returns. */
 int rf_sys_close(int fd)
 {
 	int rc;
@@ -451,13 +481,44 @@ int rf_sys_identify(int fd, struct rf_file *file)
 	return 0;
 }
 
-int rf_sys_is_signed(int fd)
+/* rdma/ib_user_ioctl_cmds.h: a command without attributes, in a form that does not exist. */
+static const struct verbs_command {
+	uint16_t nbytes, object, method, attributes;
+	uint64_t reserved1;
+	uint32_t driver, reserved2;
+} no_command = { .nbytes = sizeof(no_command), .reserved1 = 1 };
+
+#define RDMA_VERBS_IOCTL _IOWR(0x1b, 1, struct verbs_command)
+
+int rf_sys_is_uverbs(int fd)
 {
+	struct stat status;
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, fcntl(fd, F_GETFL));
-	return rc < 0 ? rc : (rc & (O_ACCMODE | SIGNATURE)) == (O_RDONLY | SIGNATURE);
+	KERNEL(rc, fstat(fd, &status));
+	if (rc < 0 || !S_ISCHR(status.st_mode))
+		return rc;
+	/* Its major number may be any. Of a terminal, say, this is -ENOTTY. */
+	KERNEL(rc, ioctl(fd, RDMA_VERBS_IOCTL, &no_command));
+	return rc == -EPROTONOSUPPORT;
+}
+
+int rf_sys_descriptor_limit(void)
+{
+	struct rlimit limit = { .rlim_cur = 0 };
+	int rc;
+
+	KERNEL(rc, getrlimit(RLIMIT_NOFILE, &limit));
+	/* It may have been lowered after they were opened. */
+	if (rc < 0 || limit.rlim_cur < 1024)
+		return 1024;
+	return limit.rlim_cur < 65536 ? (int)limit.rlim_cur : 65536;
+}
+
+int rf_sys_is_signed(int fd)
+{
+	return has_flags(fd, O_ACCMODE | SIGNATURE, O_RDONLY | SIGNATURE);
 }
 
 int rf_sys_duplicate(int fd, int onto)
@@ -521,30 +582,13 @@ int rf_sys_procmap_query(int fd, uintptr_t address, struct rf_vma *vma)
 	return 0;
 }
 
-static void copy_text(char *to, size_t nbytes, const char *from)
+void rf_sys_uname(struct utsname *name)
 {
-	size_t length = strnlen(from, nbytes - 1);
-
-	memcpy(to, from, length);
-	to[length] = '\0';
-}
-
-void rf_sys_release(char *release, size_t nbytes)
-{
-	struct utsname name;
 	int rc;
 
-	KERNEL(rc, uname(&name));
-	copy_text(release, nbytes, rc < 0 ? "" : name.release);
-}
-
-void rf_sys_host(char *host, size_t nbytes)
-{
-	struct utsname name;
-	int rc;
-
-	KERNEL(rc, uname(&name));
-	copy_text(host, nbytes, rc < 0 ? "" : name.nodename);
+	memset(name, 0, sizeof(*name));
+	KERNEL(rc, uname(name));
+	(void)rc;
 }
 
 size_t rf_sys_page_size(void)
@@ -585,21 +629,12 @@ int rf_sys_fork_briefly(void)
 	return rc == -ECHILD || rc > 0 ? 0 : rc;
 }
 
-int rf_sys_action(int signo, struct sigaction *action)
+int rf_sys_action(int signo, const struct sigaction *action, struct sigaction *before)
 {
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, sigaction(signo, NULL, action));
-	return rc;
-}
-
-int rf_sys_set_action(int signo, const struct sigaction *action)
-{
-	int rc;
-
-	RETURN_IF_INJECTED();
-	KERNEL(rc, sigaction(signo, action, NULL));
+	KERNEL(rc, sigaction(signo, action, before));
 	return rc;
 }
 
@@ -632,7 +667,7 @@ uint64_t rf_sys_now(void)
 	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* Not failed by the tests: a futex may return early at any time anyway. */
+/* Tests do not fail it, as a futex may return early at any time anyway. */
 int rf_sys_futex_wait(const uint32_t *word, uint32_t expected, long ns)
 {
 	const struct timespec patience = { .tv_nsec = ns };

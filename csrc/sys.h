@@ -16,6 +16,7 @@
 #include <sys/mman.h>
 #include <sys/types.h>
 #include <sys/uio.h>
+#include <sys/utsname.h>
 
 #if defined(RF_TESTING) || !defined(NDEBUG)
 #include <assert.h>
@@ -36,11 +37,6 @@ struct rf_vma {
 	uint8_t anonymous;	/* no file behind it */
 };
 
-#ifndef MADV_WIPEONFORK /* Linux 4.14 */
-#define MADV_WIPEONFORK 18
-#define MADV_KEEPONFORK 19
-#endif
-
 int rf_sys_madvise(uintptr_t start, size_t nbytes, int advice);
 
 /*
@@ -59,11 +55,16 @@ int rf_sys_unmap(void *start, size_t nbytes);
  * mapped a second time. 1, or 0, which may also be a huge page; -errno: a device's, or none.
  */
 int rf_sys_is_shared(uintptr_t address, size_t nbytes);
-/* Put private zeros in the place of what is mapped in [@start, @start + @nbytes). */
+/*
+ * Is the page of @nbytes at @address, which begins no huge page, part of one? 1, or 0, also
+ * where nothing is mapped; -errno: the kernel does not say. Linux 5.16 and later do.
+ */
+int rf_sys_is_in_huge_page(uintptr_t address, size_t nbytes);
+/* Put private zeros in the place of the mappings in [@start, @start + @nbytes). */
 int rf_sys_map_over(uintptr_t start, size_t nbytes);
 
-/* Is something mapped on every page of [@start, @start + @nbytes)? False if nobody says. */
-bool rf_sys_is_mapped(uintptr_t start, size_t nbytes);
+/* 1: something is mapped on every page of @nbytes. -ENOMEM: not so; or the kernel's refusal. */
+int rf_sys_is_mapped(uintptr_t start, size_t nbytes);
 /* Private zeros, with that protection, where nothing is mapped. -EEXIST: something is. */
 int rf_sys_map_at(uintptr_t start, size_t nbytes, int protection);
 /*
@@ -72,13 +73,19 @@ int rf_sys_map_at(uintptr_t start, size_t nbytes, int protection);
  * copied, up to the first that cannot be. -EFAULT: the first already.
  */
 ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count);
-/*
- * A number that grows as such a pipe is opened and as it is closed, so it is odd while one
- * thread has one. A child may inherit that.
- */
-uint64_t rf_sys_copying_pipes(void);
-/* Does @fd look like the end of one that is written to? */
+/* Does @fd look like the end of such a pipe that is written to? */
 int rf_sys_is_copying_pipe(int fd);
+
+/*
+ * Transient descriptors, open for a moment only: those pipes, and files of /proc. A child that
+ * another thread makes meanwhile inherits them. Each is counted before it is opened, and no more
+ * once it is closed, as a child gets its descriptors before its memory.
+ */
+void rf_sys_transient(bool opens);
+/* The count, another one after each change. */
+uint64_t rf_sys_transients(void);
+/* In a child: may it have one? @before is the count as its fork was prepared. */
+bool rf_sys_inherits_transients(uint64_t before);
 
 #define RF_READ		0
 #define RF_APPEND	1	/* to a file that is there; not waited for */
@@ -86,19 +93,19 @@ int rf_sys_is_copying_pipe(int fd);
 #define RF_READ_SIGNED	3	/* RF_READ, so that rf_sys_is_signed() knows it again */
 
 int rf_sys_open(const char *path, int access);
-/* A pipe that blocks nobody: @fds[0] reads what @fds[1] was given. */
+/* A pipe that never blocks: @fds[0] reads the bytes written to @fds[1]. */
 int rf_sys_pipe(int fds[2]);
 /* vmsplice(): the pipe @fd refers to the page of @nbytes there, and holds no copy of them. */
 int rf_sys_splice_page(int fd, const void *memory, size_t nbytes);
 ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes);
 /* Without the signals that some failures raise. */
 ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes);
-/* Can a line be written to it now, without a wait? */
-bool rf_sys_is_writable(int fd);
+/* 1: a line can be written to it now, without a wait. */
+int rf_sys_is_writable(int fd);
 int rf_sys_close(int fd);
 /* struct dirent64 of an open directory; 0: no more. */
 ssize_t rf_sys_list(int fd, void *entries, size_t nbytes);
-/* Where a symbolic link points to, cut at @nbytes with the end. */
+/* The target of a symbolic link, cut to @nbytes with its final 0. */
 int rf_sys_read_link(const char *path, char *target, size_t nbytes);
 
 /* Which file it is that a descriptor names. */
@@ -111,9 +118,13 @@ struct rf_file {
 #define RF_ANONYMOUS UINT64_MAX
 
 int rf_sys_identify(int fd, struct rf_file *file);
+/* 1: @fd is an open uverbsN. The driver is asked, so that it needs no name and no number. */
+int rf_sys_is_uverbs(int fd);
+/* Descriptors lie below it, unless there are very many: at least 1024, at most 65536. */
+int rf_sys_descriptor_limit(void);
 /* Was that very file opened with RF_READ_SIGNED, here or by a parent? */
 int rf_sys_is_signed(int fd);
-/* Let @onto name what @fd names, in one step, until exec(). */
+/* Let @onto name the file of @fd, in one step, until exec(). */
 int rf_sys_duplicate(int fd, int onto);
 
 /*
@@ -122,23 +133,19 @@ int rf_sys_duplicate(int fd, int onto);
  */
 int rf_sys_procmap_query(int fd, uintptr_t address, struct rf_vma *vma);
 
-/* The kernel's version, as uname(2) has it; "" if it fails. */
-void rf_sys_release(char *release, size_t nbytes);
-
-/* The name of this machine, "" if it fails. */
-void rf_sys_host(char *host, size_t nbytes);
+/* uname(2). All is "" if it fails. */
+void rf_sys_uname(struct utsname *name);
 
 size_t rf_sys_page_size(void);
 
 /*
- * Make a child that exits at once, and wait for it. Nobody learns of it: no fork handler, no
- * signal handler and no exit handler runs, and the program gets no SIGCHLD.
+ * Make a child that exits at once, and wait for it. The program does not notice: no fork
+ * handler, no signal handler and no exit handler runs, and no SIGCHLD is sent.
  */
 int rf_sys_fork_briefly(void);
 
-/* The action of a signal, and another in its place. */
-int rf_sys_action(int signo, struct sigaction *action);
-int rf_sys_set_action(int signo, const struct sigaction *action);
+/* sigaction(2) */
+int rf_sys_action(int signo, const struct sigaction *action, struct sigaction *before);
 /* Send this thread the signal again that its handler was given, with all that came with it. */
 int rf_sys_send_again(int signo, const siginfo_t *info);
 

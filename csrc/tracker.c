@@ -28,9 +28,11 @@ void rf_tracker_start(struct rf_tracker *tracker, const struct rf_kernel *kernel
 	rf_vma_init(&tracker->reader, kernel->procmap_query, rf_kernel_huge_shift(kernel));
 }
 
-void rf_tracker_clear(struct rf_tracker *tracker)
+void rf_tracker_clear(struct rf_tracker *tracker, bool torn)
 {
-	rf_ranges_clear(&tracker->ranges);
+	rf_ranges_clear(&tracker->ranges, torn);
+	if (torn)
+		rf_memory_abandon(&tracker->reader.table);
 	tracker->dirty = false;
 	tracker->left = false;
 	tracker->partial_bytes = 0;
@@ -42,12 +44,6 @@ void rf_tracker_clear(struct rf_tracker *tracker)
 	/* Another thread may have had a round under way: its descriptor speaks of the parent. */
 	tracker->reader.depth = 0;
 	tracker->reader.fd = -1;
-}
-
-void rf_tracker_abandon(struct rf_tracker *tracker)
-{
-	rf_ranges_abandon(&tracker->ranges);
-	rf_memory_abandon(&tracker->reader.table);
 }
 
 static void count_partial(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
@@ -77,7 +73,7 @@ void rf_tracker_count_again(struct rf_tracker *tracker, const struct rf_slot *sl
 		return;
 	if (extent->start < extent->end)
 		rf_tracker_count(tracker, slot, extent, more);
-	/* Second, so that no page is counted by nobody in between. */
+	/* Second, so that no page is without a count in between. */
 	if (old->start < old->end)
 		rf_tracker_count(tracker, slot, old, less);
 }
@@ -89,11 +85,12 @@ static bool may_join(const struct rf_run *run, const struct rf_range *range)
 	       (range->mark == RF_MARK_WIPEONFORK) == (run->mark == RF_MARK_WIPEONFORK);
 }
 
-static inline bool next_run(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
+static inline bool next_run(const struct rf_tracker *tracker, uintptr_t end,
 			    bool (*belongs)(const struct rf_range *), bool odd,
 			    struct rf_run *run)
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
+	const uintptr_t at = run->end;
 	struct rf_cursor cursor = rf_ranges_seek(ranges, at);
 	const struct rf_range *range = rf_ranges_at(ranges, cursor);
 
@@ -120,14 +117,14 @@ static inline bool next_run(const struct rf_tracker *tracker, uintptr_t at, uint
 	return true;
 }
 
-bool rf_tracker_next_run(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
+bool rf_tracker_next_run(const struct rf_tracker *tracker, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *), struct rf_run *run)
 {
-	return next_run(tracker, at, end, belongs, false, run);
+	return next_run(tracker, end, belongs, false, run);
 }
 
-bool rf_tracker_next_odd(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
+bool rf_tracker_next_odd(const struct rf_tracker *tracker, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *), struct rf_run *run)
 {
-	return next_run(tracker, at, end, belongs, true, run);
+	return next_run(tracker, end, belongs, true, run);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * Which pages a registration counts, and what is known of them. The rules:
+ * Which pages a registration counts, and the facts known of them. The rules:
  *
  *  - Where the kernel's copying at fork is trusted only pages that one registration
  *    fills are marked: the kernel copies partial pages, so the child keeps what it owns.
@@ -8,16 +8,16 @@
  *    child is given a copy of partial pages.
  *  - Shared memory is never left marked: fork() does not move it.
  *  - At most half of vm.max_map_count goes to marks.
- *  - Try, then ask. madvise() is tried at base pages. What is mapped is asked when it
+ *  - Try, then ask. madvise() is tried at base pages. The mapping is asked about when it
  *    refuses, or else as the next fork is prepared: until a child is made the difference
  *    between shared and private, or a huge page's partial end, has no effect.
  *
  *	ranges, vma, kernel
- *	tracker			what is counted; runs of ranges that are alike
- *	marks			what the kernel is told, and how that is taken back
- *	ask			what is mapped
+ *	tracker			counts of ranges; runs of ranges that are alike
+ *	marks			advice to the kernel, and how it is taken back
+ *	ask			questions about mappings
  *	protect, prefork	one registration, now; all that is pending, before a fork
- *	child_list		what a child finds where pages are kept from it
+ *	child_list		a child's content for pages kept from it
  *
  * No locks: the engine's lock is held.
  */
@@ -33,12 +33,12 @@ struct rf_tracker {
 	const struct rf_kernel *kernel;
 	uint8_t base_shift;	/* log2 of a base page */
 	bool contested;		/* other code may take marks away: every fork marks again */
-	bool marks_stay;	/* the kernel unmarks no huge page, nor what drivers map */
+	bool marks_stay;	/* the kernel unmarks no huge page, nor a driver's mapping */
 	bool dirty;		/* something is unasked or due: the next fork walks */
 	bool left;		/* something is due, and the budget was used up */
 	uint64_t vma_budget;
 	uint64_t partial_bytes;	/* of partial pages, as often as they are counted */
-	uintptr_t retry_at;	/* where a release goes on with what is to be unmarked */
+	uintptr_t retry_at;	/* where a release goes on unmarking */
 	uintptr_t touched;	/* the mapping touched last before it was split */
 	uint64_t madvise_calls;
 	uint64_t hole_bytes;	/* that were to be unmarked, and not mapped */
@@ -51,23 +51,20 @@ void rf_tracker_init(struct rf_tracker *tracker);
 
 /*
  * Nothing is counted yet. @contested: other code in the process advises the same pages.
- * Where copying is not trusted that is assumed, as a mark that is gone is data that is lost.
+ * That is assumed where copying is not trusted, as a page without its mark is lost data there.
  */
 void rf_tracker_start(struct rf_tracker *tracker, const struct rf_kernel *kernel, bool contested);
 
-/* Forget everything and keep the memory, for a child that inherits it. */
-void rf_tracker_clear(struct rf_tracker *tracker);
+/* Forget everything, for a child that inherits it: as rf_ranges_clear() does. */
+void rf_tracker_clear(struct rf_tracker *tracker, bool torn);
 
-/* The same where the structures may not fit together: their memory is lost. */
-void rf_tracker_abandon(struct rf_tracker *tracker);
-
-/* Are partial pages the kernel's to copy, and what could not be marked? */
+/* Are partial pages, and pages that could not be marked, the kernel's to copy? */
 static inline bool rf_tracker_trusts(const struct rf_tracker *tracker)
 {
 	return tracker->kernel->copy_trusted;
 }
 
-/* To pages of 1 << @shift bytes. */
+/* Rounded to pages of 1 << @shift bytes. */
 static inline uintptr_t rf_down(uintptr_t address, unsigned int shift)
 {
 	return address >> shift << shift;
@@ -106,7 +103,7 @@ void rf_tracker_count_partial(struct rf_tracker *tracker, const struct rf_extent
 			      struct rf_change change);
 
 /*
- * Count the pages of @slot by what it wants a child to find, @change.count times. Its
+ * Count the pages of @slot by the content it wants for a child, @change.count times. Its
  * .finds is set here. @cursor is that of the first page.
  */
 static inline void rf_tracker_count_at(struct rf_tracker *tracker, struct rf_cursor cursor,
@@ -143,18 +140,15 @@ struct rf_run {
 	bool unmarked;		/* one of them bears none */
 };
 
-/* The next run of what @belongs() picks of [@at, @end); false: none. */
-bool rf_tracker_next_run(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
+/*
+ * The next run of ranges that @belongs() picks in [@run->end, @end); false: none. The first one is
+ * looked for from .end on, and each call goes on after the one before.
+ */
+bool rf_tracker_next_run(const struct rf_tracker *tracker, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *), struct rf_run *run);
 
 /* The same where @belongs() picks nothing that steadily bears MADV_DONTFORK: many at a time. */
-bool rf_tracker_next_odd(const struct rf_tracker *tracker, uintptr_t at, uintptr_t end,
+bool rf_tracker_next_odd(const struct rf_tracker *tracker, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *), struct rf_run *run);
-
-/* Make room for @registrations, those counted included. -ENOMEM: nothing has changed. */
-static inline int rf_tracker_reserve(struct rf_tracker *tracker, uint32_t registrations)
-{
-	return rf_ranges_reserve(&tracker->ranges, registrations);
-}
 
 #endif

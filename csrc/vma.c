@@ -1,16 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "vma.h"
 #include "opened.h"
-#include "window.h"
 
 #include <errno.h>
 #include <string.h>
-#include <sys/auxv.h>
 #include <sys/sysmacros.h>
 
 static uint8_t base_shift(void)
 {
-	return (uint8_t)__builtin_ctzl(getauxval(AT_PAGESZ));
+	return (uint8_t)__builtin_ctzl(rf_sys_page_size());
 }
 
 void rf_vma_init(struct rf_vma_reader *reader, bool query, unsigned int huge_shift)
@@ -22,10 +20,10 @@ void rf_vma_init(struct rf_vma_reader *reader, bool query, unsigned int huge_shi
 	reader->fd = -1;
 }
 
-/* Hexadecimal digits from *@at on; false if there is none or they overflow. */
-static bool parse_hex(const char *line, size_t length, size_t *at, uint64_t *value)
+/* Hexadecimal digits from *@at on, no more than fit, and @after behind them. */
+static bool parse_hex(const char *line, size_t length, size_t *at, char after, uint64_t *value)
 {
-	size_t first = *at;
+	const size_t first = *at;
 	unsigned int digit;
 
 	*value = 0;
@@ -40,7 +38,7 @@ static bool parse_hex(const char *line, size_t length, size_t *at, uint64_t *val
 			break;
 		*value = *value << 4 | digit;
 	}
-	return *at > first;
+	return *at > first && *at < length && line[(*at)++] == after;
 }
 
 /* "7f00-7f10 rw-p 00000000 00:00 0     path" */
@@ -49,21 +47,16 @@ static bool parse(const char *line, size_t length, struct rf_vma *vma, struct rf
 	uint64_t start, end, skipped, device_major, device_minor;
 	size_t at = 0, permissions;
 
-	if (!parse_hex(line, length, &at, &start) || at >= length || line[at++] != '-')
-		return false;
-	if (!parse_hex(line, length, &at, &end) || at >= length || line[at++] != ' ')
+	if (!parse_hex(line, length, &at, '-', &start) ||
+	    !parse_hex(line, length, &at, ' ', &end) || start >= end || end > UINTPTR_MAX)
 		return false;
 	permissions = at;
 	at += 5;
-	if (start >= end || end > UINTPTR_MAX || at >= length || line[at - 1] != ' ')
-		return false;
-	if (!parse_hex(line, length, &at, &skipped) || at >= length || line[at++] != ' ')
-		return false;
-	if (!parse_hex(line, length, &at, &device_major) || at >= length || line[at++] != ':')
-		return false;
-	if (!parse_hex(line, length, &at, &device_minor) || at >= length || line[at++] != ' ')
-		return false;
-	if (at >= length || line[at] < '0' || line[at] > '9')
+	if (at >= length || line[at - 1] != ' ' ||
+	    !parse_hex(line, length, &at, ' ', &skipped) ||
+	    !parse_hex(line, length, &at, ':', &device_major) ||
+	    !parse_hex(line, length, &at, ' ', &device_minor) ||
+	    at >= length || line[at] < '0' || line[at] > '9')
 		return false;
 	vma->start = (uintptr_t)start;
 	vma->end = (uintptr_t)end;
@@ -84,34 +77,6 @@ bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma)
 	struct rf_file file;
 
 	return parse(line, length, vma, &file);
-}
-
-/* How many forks had begun when a file of /proc was opened last. */
-static uint64_t forks_when_opened;
-
-/* Stored first: a child gets the descriptors as they are some time before the memory. */
-static int open_file(const char *path)
-{
-	__atomic_store_n(&forks_when_opened, __atomic_load_n(&rf_window.begun, __ATOMIC_SEQ_CST),
-			 __ATOMIC_SEQ_CST);
-	return rf_sys_open(path, RF_READ);
-}
-
-/* "/proc/5/task/6/maps": a program's own is found by "self". */
-static void close_if_maps(void *unused, int fd, const char *target)
-{
-	const char *name = strrchr(target, '/');
-
-	(void)unused;
-	if (rf_opened_begins(target, "/proc/") && strstr(target, "/task/") &&
-	    (!strcmp(name, "/maps") || !strcmp(name, "/smaps")))
-		rf_sys_close(fd);
-}
-
-void rf_vma_close_inherited(uint64_t fork)
-{
-	if (forks_when_opened >= fork)
-		rf_opened_list(close_if_maps, NULL);
 }
 
 /* A file of /proc, line by line. */
@@ -166,14 +131,14 @@ void rf_vma_replace_file(const struct rf_file *file)
 	const char *line;
 	size_t length;
 
-	text.fd = open_file("/proc/thread-self/maps");
+	text.fd = rf_transient_open("/proc/thread-self/maps");
 	if (text.fd < 0)
 		return;
 	while (next_line(&text, &line, &length) > 0)
 		if (parse(line, length, &vma, &mapped) && mapped.device == file->device &&
 		    mapped.inode == file->inode)
 			(void)rf_sys_map_over(vma.start, vma.end - vma.start);
-	rf_sys_close(text.fd);
+	rf_transient_close(text.fd);
 }
 
 /* All of maps into the table. */
@@ -195,7 +160,7 @@ static int read_table(struct rf_vma_reader *reader)
 	return rc;
 }
 
-/* For the rest of the round. */
+/* The rest of the round is answered from the table. */
 static int use_table(struct rf_vma_reader *reader)
 {
 	int rc = read_table(reader);
@@ -212,7 +177,7 @@ int rf_vma_open(struct rf_vma_reader *reader)
 		reader->depth++;
 		return 0;
 	}
-	reader->fd = open_file("/proc/thread-self/maps");
+	reader->fd = rf_transient_open("/proc/thread-self/maps");
 	if (reader->fd < 0)
 		return reader->fd;
 	reader->depth = 1;
@@ -230,7 +195,7 @@ void rf_vma_close(struct rf_vma_reader *reader)
 {
 	if (--reader->depth)
 		return;
-	rf_sys_close(reader->fd);
+	rf_transient_close(reader->fd);
 	reader->fd = -1;
 }
 
@@ -263,7 +228,7 @@ static int find_page_size(struct rf_vma_reader *reader, struct rf_vma *vma)
 	size_t length;
 	int rc;
 
-	text.fd = open_file("/proc/thread-self/smaps");
+	text.fd = rf_transient_open("/proc/thread-self/smaps");
 	if (text.fd < 0)
 		return text.fd;
 	while ((rc = next_line(&text, &line, &length)) > 0) {
@@ -272,7 +237,7 @@ static int find_page_size(struct rf_vma_reader *reader, struct rf_vma *vma)
 		else if (found && parse_page_size(line, length, &vma->shift))
 			break;
 	}
-	rf_sys_close(text.fd);
+	rf_transient_close(text.fd);
 	return rc < 0 ? rc : 0;
 }
 
@@ -329,4 +294,21 @@ int rf_vma_find(struct rf_vma_reader *reader, uintptr_t address, struct rf_vma *
 	if (rc >= 0)
 		reader->last = *vma;
 	return rc;
+}
+
+int rf_vma_part(struct rf_vma_reader *reader, uintptr_t start, uintptr_t end, struct rf_vma *vma,
+		uintptr_t *stop)
+{
+	int rc = rf_vma_find(reader, start, vma);
+	uintptr_t next;
+
+	if (rc < 0 && rc != -ENOENT)
+		return rc;
+	if (rc < 0) {
+		*stop = end;
+		return 0;
+	}
+	next = vma->start <= start ? vma->end : vma->start;
+	*stop = next < end ? next : end;
+	return vma->start <= start;
 }

@@ -49,22 +49,21 @@ void rf_vma_close(struct rf_vma_reader *reader);
  */
 int rf_vma_find(struct rf_vma_reader *reader, uintptr_t address, struct rf_vma *vma);
 
+/*
+ * The first part of [@start, @end) with one answer ends at *@stop. 1: it lies in @vma. 0: nothing
+ * is mapped there. -errno: not answered, and *@stop is as it was.
+ */
+int rf_vma_part(struct rf_vma_reader *reader, uintptr_t start, uintptr_t end, struct rf_vma *vma,
+		uintptr_t *stop);
+
 /* Read one line of maps, with base pages assumed; false if it is no such line. */
 bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma);
 
 /*
  * In a forked child: put private zeros in the place of all that is mapped from
  * @file, so that the file is not kept open and a stale pointer into a device's
- * queue reads and writes nothing of it. What cannot be read or mapped stays.
+ * queue reads and writes nothing of it. A page that cannot be read or mapped stays.
  */
 void rf_vma_replace_file(const struct rf_file *file);
-
-/*
- * In the child of the fork that has this number (rf_window_open()). From when that has had the
- * lock of those who open rounds, to the making of its child, another thread may open one
- * again: the child then has the descriptor too. 0: the lock was not to be had. Closes what
- * looks like ours, and does nothing after most forks.
- */
-void rf_vma_close_inherited(uint64_t fork);
 
 #endif

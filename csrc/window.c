@@ -6,10 +6,10 @@
 
 struct rf_window rf_window = { .patience = PATIENCE };
 
-uint64_t rf_window_open(void)
+void rf_window_open(void)
 {
 	__atomic_add_fetch(&rf_window.forks, 1, __ATOMIC_SEQ_CST);
-	return __atomic_add_fetch(&rf_window.begun, 1, __ATOMIC_SEQ_CST);
+	__atomic_add_fetch(&rf_window.begun, 1, __ATOMIC_SEQ_CST);
 }
 
 void rf_window_shut(void)
@@ -19,9 +19,4 @@ void rf_window_shut(void)
 	while (seen > 0 && !__atomic_compare_exchange_n(forks, &seen, seen - 1, false,
 							__ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
 		;
-}
-
-void rf_window_child(void)
-{
-	__atomic_store_n(&rf_window.forks, 0, __ATOMIC_RELAXED);
 }

@@ -30,12 +30,9 @@ static inline bool rf_window_is_open(void)
 	return rf_window_forks();
 }
 
-/* In a prepare handler. The number of this fork: 1 is the first one's. */
-uint64_t rf_window_open(void);
+/* In a prepare handler. */
+void rf_window_open(void);
 /* In a parent handler. A child that was made in the window goes on from there, with its own. */
 void rf_window_shut(void);
-
-/* In a child, as it is noticed: no fork of its parent's is under way. */
-void rf_window_child(void);
 
 #endif

@@ -11,8 +11,9 @@
 #include "descriptors.h"
 
 /*
- * In a forked child: add those to @descriptors, to be replaced. One that cannot be
- * added is closed. Where /proc cannot be read all stay as they are. True: an uverbsN was open.
+ * In a forked child: add those to @descriptors, to be replaced. One that cannot be added
+ * becomes the end of a pipe, or is closed. Where /proc cannot be read only uverbsN are found, by a
+ * system call for each number that a descriptor may have. True: an uverbsN was open.
  */
 bool rf_devices_omit(struct rf_descriptors *descriptors);
 

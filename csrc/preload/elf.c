@@ -166,7 +166,7 @@ static const char *next_note(const ElfW(Nhdr) * note, size_t left)
 	return nbytes <= left ? (const char *)note + nbytes : NULL;
 }
 
-/* Of one segment of notes. */
+/* Look for the build id in one segment of notes. */
 static bool find_build_id(uintptr_t at, size_t left, char *hex, size_t nbytes)
 {
 	const uintptr_t end = at + left;
@@ -303,7 +303,7 @@ uintptr_t *rf_elf_next_slot(const struct rf_elf *object, size_t *at, const char 
 /* The loader protects whole pages. */
 static uintptr_t page_of(uintptr_t address)
 {
-	return address & ~(getauxval(AT_PAGESZ) - 1);
+	return address & ~(rf_sys_page_size() - 1);
 }
 
 bool rf_elf_is_read_only(const struct rf_elf *object, const uintptr_t *slot)
@@ -314,7 +314,7 @@ bool rf_elf_is_read_only(const struct rf_elf *object, const uintptr_t *slot)
 
 bool rf_elf_is_relocated(const struct rf_elf *object)
 {
-	/* Copied onto itself, which its page lets happen or not. Nobody ever changes a tag. */
+	/* Copied onto itself, which its page lets happen or not. Tags never change. */
 	struct iovec tag = { (void *)object->dynamic, 1 };
 
 	return !rf_elf_is_read_only(object, (const uintptr_t *)object->dynamic) ||

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * What the loader has made of one object: the symbols it defines, and the words (slots)
+ * One object as the loader has made it: the symbols it defines, and the words (slots)
  * that hold the addresses of symbols it refers to.
  *
  * Read in memory, in a callback of dl_iterate_phdr(), after which it may be unloaded.
  * DT_RELR and relative relocations name no symbols and are passed over.
  *
  * The loader has mapped the loaded segments. All else that the object says of itself may
- * be wrong, as it never has to be right for a program that runs: what is read lies in
- * those segments, or is not read.
+ * be wrong, as it never has to be right for a program that runs: only bytes in those
+ * segments are read.
  */
 #ifndef RF_ELF_H
 #define RF_ELF_H
@@ -43,7 +43,7 @@ struct rf_elf {
 /* False if it has no dynamic symbols. */
 bool rf_elf_read(struct rf_elf *object, const struct dl_phdr_info *info);
 
-/* Where its file is, cut at @nbytes: of the program too, to which the loader gives no name. */
+/* The path of its file, cut to @nbytes. The loader gives the program no name: it is found out. */
 void rf_elf_path(const char *name, char *path, size_t nbytes);
 
 /* Which file it is, in hexadecimal, whatever lies at its path later; "": it does not say. */
@@ -53,8 +53,8 @@ void rf_elf_build_id(const struct rf_elf *object, char *hex, size_t nbytes);
 uintptr_t rf_elf_find(const struct rf_elf *object, const char *name);
 
 /*
- * The next slot from *@at on, which begins as 0, and what it is for. NULL: no more. Only
- * what lies in a writable segment is one.
+ * The next slot from *@at on, which begins as 0, and its symbol. NULL: no more. A slot
+ * lies in a writable segment.
  */
 uintptr_t *rf_elf_next_slot(const struct rf_elf *object, size_t *at, const char **name);
 
@@ -64,13 +64,13 @@ uintptr_t *rf_elf_next_slot(const struct rf_elf *object, size_t *at, const char 
  */
 bool rf_elf_is_relocated(const struct rf_elf *object);
 
-/* May @value be what a slot holds before that, an address without the base or nothing? */
+/* May a slot hold @value before that, as an address without the base or nothing? */
 bool rf_elf_is_raw(const struct rf_elf *object, uintptr_t value);
 
 /* Is it made read-only once the loader has filled it? */
 bool rf_elf_is_read_only(const struct rf_elf *object, const uintptr_t *slot);
 
-/* Let all such slots be written, and no more. 0, or what mprotect() says. */
+/* Let all such slots be written, and no more. 0, or mprotect()'s error. */
 int rf_elf_open(const struct rf_elf *object);
 int rf_elf_shut(const struct rf_elf *object);
 

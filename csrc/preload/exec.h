@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
  * A program under "rdmafork exec": the engine is started by the environment as the library
- * is loaded, every libibverbs is served, and exit_report.h says at exit what it did.
+ * is loaded, every libibverbs is served, and exit_report.h writes its report at exit.
  *
  *	RDMAFORK_EXEC=1			start, and serve every libibverbs
  *	RDMAFORK_KEEP_DEVICES=1		children keep the devices' descriptors
- *	RDMAFORK_TRACE_FORKS=1		count who calls fork()
+ *	RDMAFORK_TRACE_FORKS=1		count the callers of fork()
  *
  * All are ignored in a set-uid program, and read once: they are the environment of the
  * program that was started, whatever it does to it later. Nothing that fails here

@@ -9,24 +9,26 @@
 #include "pinned.h"
 
 #include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define STDERR 2
 #define WARNINGS 4	/* different ones that are told */
-/* Room for strings of which every byte is escaped. What is not touched costs nothing. */
+/* Room for strings of which every byte is escaped. Untouched pages cost nothing. */
 #define REPORT_BYTES (2 * (RF_LIBRARIES + RF_FORK_CALLERS) * 6 * RF_JSON_STRING)
 
 static struct {
 	bool on;
 	char path[4096], rank[64], failure[64 + RF_STRERROR_SIZE], inherited[192];
-	pid_t opener;		/* who forked with a device open; 0: nobody, or it was told */
+	pid_t opener;		/* forked with a device open; 0: none, or it was told */
 	uint64_t handler_ns, handler_max_ns;
-	uint64_t absent_bytes, absent_last_bytes;
+	uint64_t marked_bytes, marked_last_bytes;
 	/* Bytes pinned beyond those registered here: the most at one time; forks with some. */
 	uint64_t elsewhere_max_bytes, elsewhere_forks;
 	bool unread;		/* the kernel could not be asked */
-	bool device_unserved;	/* a device is open, and no libibverbs was found */
+	bool device_without_libibverbs;	/* a device is open, and no libibverbs was found */
 	/* Each taken by one store, then written by the thread that made it. */
 	uint32_t warnings;
 	struct warning {
@@ -54,18 +56,28 @@ void rf_exit_report_begin(void)
 	copy_variable(report.rank, sizeof(report.rank), "RDMAFORK_RANK");
 }
 
-/* Told once, where somebody looks: nothing is protected by the engine. */
+/* Say it on stderr, and keep it in @line for the report. */
+__attribute__((format(printf, 3, 4))) static void tell(char *line, size_t nbytes,
+						       const char *format, ...)
+{
+	va_list values;
+
+	va_start(values, format);
+	vsnprintf(line, nbytes, format, values);
+	va_end(values);
+	nbytes = strlen(line);
+	line[nbytes] = '\n';
+	(void)rf_sys_write(STDERR, line, nbytes + 1);
+	line[nbytes] = '\0';
+}
+
+/* Nothing is protected by the engine. */
 void rf_exit_report_failure(int rc, const struct rf_error *error)
 {
 	char text[RF_STRERROR_SIZE];
-	struct rf_json json;
 
-	rf_json_begin(&json, report.failure, sizeof(report.failure) - 1);
-	rf_json_raw(&json, "rdmafork: not started: ");
-	rf_json_raw(&json, rf_strerror(rc, error, text, sizeof(text)));
-	rf_json_raw(&json, "\n");
-	(void)rf_sys_write(STDERR, report.failure, json.used);
-	report.failure[json.used - 1] = '\0';
+	tell(report.failure, sizeof(report.failure), "rdmafork: not started: %s",
+	     rf_strerror(rc, error, text, sizeof(text)));
 }
 
 /* ---- As memory is registered ---- */
@@ -73,17 +85,10 @@ void rf_exit_report_failure(int rc, const struct rf_error *error)
 static void write_warning(struct warning *warning, const struct rf_error *error)
 {
 	char text[RF_STRERROR_SIZE];
-	struct rf_json json;
 
 	memcpy(warning->text, error->text, sizeof(warning->text));
-	rf_json_begin(&json, warning->line, sizeof(warning->line) - 1);
-	rf_json_raw(&json, "rdmafork: pid ");
-	rf_json_number(&json, NULL, (uint64_t)rf_sys_pid());
-	rf_json_raw(&json, ": ");
-	rf_json_raw(&json, rf_strerror(1, error, text, sizeof(text)));
-	rf_json_raw(&json, "\n");
-	(void)rf_sys_write(STDERR, warning->line, json.used);
-	warning->line[json.used - 1] = '\0';
+	tell(warning->line, sizeof(warning->line), "rdmafork: pid %d: %s", (int)rf_sys_pid(),
+	     rf_strerror(1, error, text, sizeof(text)));
 	__atomic_store_n(&warning->written, 1, __ATOMIC_RELEASE);
 }
 
@@ -109,21 +114,6 @@ void rf_exit_report_device_gone(void)
 	report.opener = rf_sys_ppid();
 }
 
-static void tell_of_device(pid_t opener)
-{
-	struct rf_json json;
-
-	rf_json_begin(&json, report.inherited, sizeof(report.inherited) - 1);
-	rf_json_raw(&json, "rdmafork: pid ");
-	rf_json_number(&json, NULL, (uint64_t)rf_sys_pid());
-	rf_json_raw(&json, " uses a device opened before fork() in pid ");
-	json.first = true;
-	rf_json_number(&json, NULL, (uint64_t)opener);
-	rf_json_raw(&json, "; open it in the child, or use --keep-devices\n");
-	(void)rf_sys_write(STDERR, report.inherited, json.used);
-	report.inherited[json.used - 1] = '\0';
-}
-
 /* A child that only cleans up registers nothing, so it is not told. */
 void rf_exit_report_registers(void)
 {
@@ -133,7 +123,10 @@ void rf_exit_report_registers(void)
 		return;
 	opener = __atomic_exchange_n(&report.opener, 0, __ATOMIC_RELAXED);
 	if (opener && !rf_devices_are_open())
-		tell_of_device(opener);
+		tell(report.inherited, sizeof(report.inherited),
+		     "rdmafork: pid %d uses a device opened before fork() in pid %d; "
+		     "open it in the child, or use --keep-devices",
+		     (int)rf_sys_pid(), (int)opener);
 }
 
 static void put_warnings(struct rf_json *json)
@@ -149,8 +142,8 @@ static void put_warnings(struct rf_json *json)
 
 /*
  * Bytes that are pinned and not registered here; at least so many, as not all that is
- * registered is pinned. The engine is entered: who registers here does it before pinning, and
- * releases after, so of what is known no more can be pinned than is registered.
+ * registered is pinned. The engine is entered: a caller registers before it pins, and releases
+ * after, so no more known memory can be pinned than is registered.
  */
 static uint64_t look_at_pins(void)
 {
@@ -163,8 +156,8 @@ static uint64_t look_at_pins(void)
 	if (elsewhere > report.elsewhere_max_bytes)
 		report.elsewhere_max_bytes = elsewhere;
 	/* The descriptors are many, and listed only where something is amiss, or at the end. */
-	if (elsewhere && !report.device_unserved && !rf_intercept_any())
-		report.device_unserved = rf_devices_are_open();
+	if (elsewhere && !report.device_without_libibverbs && !rf_intercept_any())
+		report.device_without_libibverbs = rf_devices_are_open();
 	return elsewhere;
 }
 
@@ -175,12 +168,12 @@ void rf_exit_report_fork(uint64_t began)
 
 	if (rf_likely(!report.on))
 		return;
-	report.absent_last_bytes = engine->tracker.ranges.marked_bytes;
-	report.absent_bytes += report.absent_last_bytes;
+	report.marked_last_bytes = engine->tracker.ranges.marked_bytes;
+	report.marked_bytes += report.marked_last_bytes;
 	ns = rf_sys_now() - began;
 	report.handler_ns += ns;
 	report.handler_max_ns = ns > report.handler_max_ns ? ns : report.handler_max_ns;
-	/* What the report alone costs, some 20 us, is not counted as the engine's. */
+	/* After the clock is read: some 20 us are the report's, and not the engine's. */
 	if (*report.path)
 		report.elsewhere_forks += look_at_pins() != 0;
 	rf_fork_callers_count();
@@ -188,17 +181,17 @@ void rf_exit_report_fork(uint64_t began)
 
 void rf_exit_report_clear(void)
 {
-	/* Pages that nobody uses are not written to: each costs a child a page fault. */
+	/* Unused pages are not written to: each costs a child a page fault. */
 	if (!report.on && !report.warnings)
 		return;
 	report.handler_ns = 0;
 	report.handler_max_ns = 0;
-	report.absent_bytes = 0;
-	report.absent_last_bytes = 0;
+	report.marked_bytes = 0;
+	report.marked_last_bytes = 0;
 	report.elsewhere_max_bytes = 0;
 	report.elsewhere_forks = 0;
 	report.unread = false;
-	report.device_unserved = false;
+	report.device_without_libibverbs = false;
 	report.warnings = 0;
 	*report.inherited = '\0';
 	memset(report.warning, 0, sizeof(report.warning));
@@ -209,13 +202,13 @@ void rf_exit_report_clear(void)
 
 static void put_process(struct rf_json *json)
 {
-	char host[65];
+	struct utsname name;
 
-	rf_sys_host(host, sizeof(host));
+	rf_sys_uname(&name);
 	rf_json_number(json, "rdmafork", RF_ABI);
 	rf_json_number(json, "pid", (uint64_t)rf_sys_pid());
 	rf_json_number(json, "ppid", (uint64_t)rf_sys_ppid());
-	rf_json_string(json, "host", host);
+	rf_json_string(json, "host", name.nodename);
 	rf_json_string(json, "rank", *report.rank ? report.rank : NULL);
 	rf_json_string(json, "program", program_invocation_name);
 }
@@ -252,11 +245,11 @@ static bool put_numbers(struct rf_json *json)
 	rf_json_number(json, "total", report.handler_ns);
 	rf_json_number(json, "max", report.handler_max_ns);
 	rf_json_close(json, '}');
-	rf_json_open(json, "absent_bytes", '{');
-	rf_json_number(json, "total", report.absent_bytes);
-	rf_json_number(json, "last", report.absent_last_bytes);
+	rf_json_open(json, "marked_bytes", '{');
+	rf_json_number(json, "total", report.marked_bytes);
+	rf_json_number(json, "last", report.marked_last_bytes);
 	rf_json_close(json, '}');
-	rf_json_number(json, "left_bytes", stats.left_bytes);
+	rf_json_number(json, "unmarked_bytes", stats.unmarked_bytes);
 	rf_json_number(json, "unbalanced", stats.ibv_unbalanced);
 	rf_json_number(json, "gone_bytes", stats.gone_bytes);
 	return known;
@@ -269,7 +262,7 @@ static void put_pins(struct rf_json *json)
 		rf_leave();
 	}
 	if (!rf_intercept_any())
-		report.device_unserved |= rf_devices_are_open();
+		report.device_without_libibverbs |= rf_devices_are_open();
 	if (report.unread && !report.elsewhere_max_bytes) {
 		rf_json_string(json, "pinned_elsewhere", NULL);
 	} else {
@@ -278,7 +271,7 @@ static void put_pins(struct rf_json *json)
 		rf_json_number(json, "forks", report.elsewhere_forks);
 		rf_json_close(json, '}');
 	}
-	rf_json_number(json, "device_unserved", report.device_unserved);
+	rf_json_number(json, "device_without_libibverbs", report.device_without_libibverbs);
 }
 
 static void put_libraries(struct rf_json *json)

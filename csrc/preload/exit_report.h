@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * The one line of JSON that a program under "rdmafork exec" writes at exit: what it is, what
- * was registered, how its forks went, which libibverbs it had and how each was served.
+ * The one line of JSON that a program under "rdmafork exec" writes at exit: its name, its
+ * registrations, how its forks went, which libibverbs it had and how each was served.
  *
  *	RDMAFORK_REPORT=PATH		where the line is appended; - is stderr
  *	RDMAFORK_RANK=TEXT		of the process, for the line
@@ -23,8 +23,8 @@ void rf_exit_report_begin(void);
 void rf_exit_report_failure(int rc, const struct rf_error *error);
 
 /*
- * ibv_dontfork_range() has registered [@start, @end), and nobody looks at @error, which names
- * other memory there: say so, once for each text, in the same places. errno is left alone.
+ * ibv_dontfork_range() has registered [@start, @end), and its caller cannot see @error, which
+ * names other memory there: say so, once for each text, in the same places. errno is left alone.
  */
 void rf_exit_report_shared_page(const struct rf_error *error);
 

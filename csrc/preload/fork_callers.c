@@ -11,7 +11,7 @@
 #ifdef __GLIBC__
 #include <execinfo.h>
 #else
-/* musl has none: that somebody forked is told there, and not who. */
+/* musl has none: forks are counted there, without their callers. */
 static int backtrace(void **frames, int size)
 {
 	(void)frames, (void)size;
@@ -87,7 +87,7 @@ static void count_caller(uintptr_t address)
 	}
 }
 
-/* Whoever called into libc, where fork(), or daemon(), calls the handler here. */
+/* The caller of fork(), or of daemon(): the first frame that is neither libc's nor ours. */
 void rf_fork_callers_count(void)
 {
 	void *frames[FRAMES];
@@ -133,7 +133,7 @@ static int find_place(struct dl_phdr_info *info, size_t size, void *data)
 
 static void put_caller(struct rf_json *json, const struct caller *caller)
 {
-	/* Of the call, which the address follows. */
+	/* The return address follows the call. */
 	struct place place = { .address = caller->address - 1 };
 	Dl_info known = { .dli_sname = NULL };
 

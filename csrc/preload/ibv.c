@@ -21,7 +21,7 @@ int ibv_is_fork_initialized(void);
 
 /* Between rf_enter() and rf_leave(). */
 static struct {
-	struct rf_ibv_ranges ranges;	/* what came through ibv_dontfork_range() */
+	struct rf_ibv_ranges ranges;	/* registered by ibv_dontfork_range() */
 	uint64_t calls, unbalanced;
 } state;
 
@@ -33,7 +33,7 @@ RF_API void rf_ranges_own(int yes)
 	own = yes;
 }
 
-/* Nobody has asked for it, so nobody is told of a failure: then nothing is protected. */
+/* The program did not ask for it, so a failure is not told: then nothing is protected. */
 static void start(void)
 {
 	static bool failed;
@@ -45,7 +45,7 @@ static void start(void)
 		__atomic_store_n(&failed, true, __ATOMIC_RELAXED);
 }
 
-/* Nobody holds the memory, but whoever asks for lazy by name says that somebody does. */
+/* The memory is not held, but a user who asks for lazy by name says that it is. */
 static unsigned int flags(void)
 {
 	static int asked; /* 0 not read, 1 yes, -1 no */
@@ -104,7 +104,7 @@ static int dontfork(uintptr_t begin, size_t nbytes)
 	return rc;
 }
 
-/* Anything but what was registered as such is one release too many. */
+/* A range that was not registered as such is one release too many. */
 static int dofork(uintptr_t begin, size_t nbytes)
 {
 	struct rf_handle handle;
@@ -159,7 +159,7 @@ RF_API int ibv_fork_init(void)
 	return rc < 0 ? -rc : rf_intercept_forward(&functions);
 }
 
-/* UNNEEDED keeps other libraries from what would slow a fork down or make them abort. */
+/* UNNEEDED keeps other libraries from measures that slow a fork down or make them abort. */
 RF_API int ibv_is_fork_initialized(void)
 {
 	struct rf_kernel kernel;
@@ -185,9 +185,7 @@ void rf_ibv_clear(bool torn)
 {
 	if (!state.calls)
 		return;
-	if (torn)
-		rf_ibv_ranges_abandon(&state.ranges);
-	rf_ibv_ranges_clear(&state.ranges);
+	rf_ibv_ranges_clear(&state.ranges, torn);
 	state.calls = 0;
 	state.unbalanced = 0;
 }

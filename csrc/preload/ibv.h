@@ -6,8 +6,8 @@
  * process is protected, unmodified.
  *
  * The caller keeps no handle and does not hold the memory, so it is marked at once,
- * unless $RDMAFORK_MODE says lazy. Nobody needs to ask for protection first. Other
- * than in libibverbs, a release of what was not registered changes nothing.
+ * unless $RDMAFORK_MODE says lazy. The program need not ask for protection first. Other
+ * than in libibverbs, a release of an unregistered range changes nothing.
  *
  * Contract: ibv_fork_init(3); the other three are declared in infiniband/verbs.h and
  * infiniband/driver.h. fork_init returns 0 or an errno, the range functions 0, or -1

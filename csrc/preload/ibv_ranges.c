@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-/* Links are one more than the index of what they name; 0 names nothing. */
+/* Links are one more than the index of the slot they name; 0 names none. */
 struct slot {
 	struct rf_ibv_range range;
 	uint32_t next;	/* in its bucket, or among the unused */
@@ -30,17 +30,14 @@ void rf_ibv_ranges_init(struct rf_ibv_ranges *ranges)
 	ranges->slots.item_size = sizeof(struct slot);
 }
 
-void rf_ibv_ranges_clear(struct rf_ibv_ranges *ranges)
+void rf_ibv_ranges_clear(struct rf_ibv_ranges *ranges, bool torn)
 {
-	if (!ranges->used)
+	if (torn)
+		rf_memory_abandon(&ranges->slots);
+	else if (ranges->used)
+		rf_memory_free(&ranges->slots);
+	else
 		return;
-	rf_memory_free(&ranges->slots);
-	ranges->used = ranges->made = ranges->unused = 0;
-}
-
-void rf_ibv_ranges_abandon(struct rf_ibv_ranges *ranges)
-{
-	rf_memory_abandon(&ranges->slots);
 	ranges->used = ranges->made = ranges->unused = 0;
 }
 

@@ -37,11 +37,11 @@ struct rf_ibv_ranges {
 
 void rf_ibv_ranges_init(struct rf_ibv_ranges *ranges);
 
-/* Forget everything, for a child that inherits it: to zero the slots would be to copy them. */
-void rf_ibv_ranges_clear(struct rf_ibv_ranges *ranges);
-
-/* The same where the structure may not fit together: its memory is lost. */
-void rf_ibv_ranges_abandon(struct rf_ibv_ranges *ranges);
+/*
+ * Forget everything, for a child that inherits it: to zero the slots would be to copy them.
+ * @torn: the structure may not fit together, so its memory is lost.
+ */
+void rf_ibv_ranges_clear(struct rf_ibv_ranges *ranges, bool torn);
 
 /* Room for one more. -ENOMEM: nothing has changed. */
 int rf_ibv_ranges_reserve(struct rf_ibv_ranges *ranges);

@@ -9,8 +9,8 @@
 #define ENABLED 1	/* enum ibv_fork_status */
 
 /*
- * Anything else than the one node, another layout too, is in use. What was compared with zero
- * may be a count in a libibverbs that nobody knows, and no address: the kernel reads it.
+ * Anything else than the one node, another layout too, is in use. The word compared with zero
+ * may be a count in an unknown libibverbs, and no address: the kernel reads it.
  */
 static bool is_empty(uintptr_t address)
 {

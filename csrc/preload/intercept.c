@@ -12,13 +12,13 @@
 #include <string.h>
 
 #define NAMES 4
-#define RANGE_NAMES 2	/* the first of them: what is called to register and release */
+#define RANGE_NAMES 2	/* the first of them: the calls that register and release */
 #define NAME_DOFORK 0
 #define NAME_DONTFORK 1
 #define NAME_FORK_INIT 2
 #define NAME_STATUS 3
 
-/* Releases first: what is registered here must be released here. */
+/* Releases first: a range registered here must be released here. */
 static const char *const names[NAMES] = {
 	"ibv_dofork_range",
 	"ibv_dontfork_range",
@@ -42,7 +42,7 @@ static struct {
 	struct rf_lock lock;
 	const struct rf_ibv_functions *ours;	/* NULL: interception is off */
 	bool any;			/* a libibverbs has been seen */
-	bool changing;			/* what follows */
+	bool changing;			/* the members below */
 	bool unfinished;		/* another thread is in dlopen(): look again */
 	unsigned long long seen;	/* objects ever loaded and unloaded, as of the last look */
 	struct copy copies[RF_LIBRARIES];
@@ -112,7 +112,7 @@ static struct copy *add_copy(const struct rf_elf *object)
 	return copy;
 }
 
-/* False too of what holds an engine, this one or another: its calls stay its own. */
+/* False too for an object that holds an engine, any engine: its calls stay its own. */
 static bool read_foreign(struct rf_elf *object, const struct dl_phdr_info *info)
 {
 	return rf_elf_read(object, info) && !rf_elf_find(object, "rf_abi");
@@ -171,7 +171,7 @@ static void find_copies(void)
 		__atomic_store_n(&state.any, true, __ATOMIC_RELAXED);
 }
 
-/* ---- What each takes ---- */
+/* ---- The way to take each ---- */
 
 /*
  * Does it mark memory itself? Its marks and ours would take each other away, and data
@@ -308,7 +308,7 @@ static bool may_rewrite(const struct rf_elf *object, const struct copy *copy, ui
 	return object->start <= value && value < object->end && all_are_served();
 }
 
-/* Objects whose read-only slots can be written just now, by where they begin. */
+/* Objects whose read-only slots can be written just now, by their first address. */
 #define OPENED 128
 
 struct opened {
@@ -361,7 +361,7 @@ static uintptr_t *next_to_rewrite(const struct rf_elf *object, const struct open
 	return NULL;
 }
 
-/* Where only some of a libibverbs' calls could be taken none are: it is refused. */
+/* A libibverbs of which not all calls can be taken over is refused. */
 static int open_slots(struct dl_phdr_info *info, size_t size, void *data)
 {
 	struct opened *opened = data;
@@ -379,7 +379,7 @@ static int open_slots(struct dl_phdr_info *info, size_t size, void *data)
 		    !is_relocated(&object) || open_object(opened, &object) >= 0)
 			continue;
 		called = copy ? copy : copy_at(__atomic_load_n(slot, __ATOMIC_RELAXED));
-		/* Who calls one that has a jump comes here all the same. */
+		/* Callers of a patched function already reach us. */
 		if (i >= RANGE_NAMES || !called ||
 		    (!copy && called->library.how == RF_LIBRARY_PATCHED))
 			continue;
@@ -437,7 +437,7 @@ static int rewrite_all(struct dl_phdr_info *info, size_t size, void *unused)
 	return 1;
 }
 
-/* Who loaded it, as far as that is written down. */
+/* An object that needs the libibverbs, if one names it. */
 static int name_user(struct dl_phdr_info *info, size_t size, void *data)
 {
 	struct copy *copy = data;
@@ -460,7 +460,7 @@ static int count_loaded(struct dl_phdr_info *info, size_t size, void *data)
 	return 1;
 }
 
-/* It may have been unloaded and loaded again where it was. */
+/* A libibverbs may have been unloaded and loaded again at the same address. */
 static bool is_as_it_was(const struct copy *copy)
 {
 	if (!copy->settled || copy->library.how == RF_LIBRARY_REFUSED)
@@ -468,7 +468,7 @@ static bool is_as_it_was(const struct copy *copy)
 	return copy->library.how != RF_LIBRARY_PATCHED || is_patched(copy);
 }
 
-/* In a callback, as above: what is read of a libibverbs, its code too, stays where it is. */
+/* In a callback, as above: a libibverbs being read, its code too, stays where it is. */
 static int serve_all(struct dl_phdr_info *info, size_t size, void *unused)
 {
 	size_t i;
@@ -483,7 +483,7 @@ static int serve_all(struct dl_phdr_info *info, size_t size, void *unused)
 	return state.count ? rewrite_all(info, size, unused) : 1;
 }
 
-/* Those that have to be asked: whatever that takes, it is not done under the loader's lock. */
+/* Ask the others. They may allocate memory for it, so the loader's lock is not held. */
 static void ask_all(void)
 {
 	bool asked = false;
@@ -538,7 +538,7 @@ static void switch_on(const struct rf_ibv_functions *ours)
 
 void rf_intercept_look(bool forking)
 {
-	/* Whoever has it is looking. */
+	/* The thread that has the lock is looking. */
 	if (!__atomic_load_n(&state.ours, __ATOMIC_RELAXED) || !rf_lock_try(&state.lock))
 		return;
 	look(forking);
@@ -593,7 +593,7 @@ void rf_intercept_child(void)
 {
 	if (!__atomic_load_n(&state.lock.word, __ATOMIC_ACQUIRE) || rf_lock_is_mine(&state.lock))
 		return;
-	/* Whoever looked is not in this process, and may have left off anywhere. */
+	/* The thread that looked is not in this process, and may have stopped anywhere. */
 	if (state.changing) {
 		state.count = 0;
 		state.seen = 0;

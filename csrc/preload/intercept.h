@@ -2,7 +2,7 @@
 /*
  * The calls libibverbs makes to its own fork support shall come here, in a process
  * where this library does not come first in the search for symbols, or where that is
- * not enough. What happens is read from what the loader has done, never assumed:
+ * not enough. The way is read from the loader's results, never assumed:
  *
  *	a libibverbs is any object that defines ibv_dontfork_range(), whatever its name;
  *	its own calls to the range functions go
@@ -30,7 +30,7 @@
 
 #define RF_LIBRARIES 16
 
-/* Where calls shall arrive: a constant. */
+/* The functions that calls are to arrive at: a constant. */
 struct rf_ibv_functions {
 	int (*dofork_range)(void *base, size_t size);
 	int (*dontfork_range)(void *base, size_t size);
@@ -48,7 +48,7 @@ int rf_intercept_all(const struct rf_ibv_functions *ours, struct rf_error *error
 bool rf_intercept_any(void);
 
 /*
- * If interception is on: serve what has been loaded since. Waits for no lock of ours.
+ * If interception is on: serve libraries loaded since. Waits for no lock of ours.
  * @forking: in a fork handler, where nothing may allocate memory.
  */
 void rf_intercept_look(bool forking);

@@ -39,7 +39,7 @@ static size_t character(const unsigned char *text)
 	length = 2 + (text[0] >= 0xe0) + (text[0] >= 0xf0);
 	if (text[0] < 0xc2 || text[0] > 0xf4)
 		return 0;
-	/* Overlong ones, surrogates, and what is beyond Unicode. */
+	/* Overlong ones, surrogates, and numbers beyond Unicode. */
 	if ((text[0] == 0xe0 && text[1] < 0xa0) || (text[0] == 0xed && text[1] > 0x9f) ||
 	    (text[0] == 0xf0 && text[1] < 0x90) || (text[0] == 0xf4 && text[1] > 0x8f))
 		return 0;

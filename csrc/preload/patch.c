@@ -4,7 +4,6 @@
 
 #include <errno.h>
 #include <string.h>
-#include <sys/auxv.h>
 
 #if defined(__x86_64__)
 
@@ -51,7 +50,7 @@ static int map_near(uintptr_t entry, size_t page_size)
 /* The address of a word that holds @to. */
 static int store_near(uintptr_t entry, uintptr_t to, uintptr_t *word)
 {
-	const size_t page_size = getauxval(AT_PAGESZ);
+	const size_t page_size = rf_sys_page_size();
 	int rc = map_near(entry, page_size);
 
 	if (rc >= 0)
@@ -173,7 +172,7 @@ static bool exchange(uintptr_t unit, const unsigned char *before, const unsigned
 
 static int protect(const struct rf_patch *patch, int protection)
 {
-	const size_t page_size = getauxval(AT_PAGESZ);
+	const size_t page_size = rf_sys_page_size();
 
 	return rf_sys_protect(patch->unit & ~(page_size - 1), page_size, protection);
 }

@@ -7,8 +7,8 @@
  *	near	the address to go to, within 2 GiB of the entry
  *
  * Only where the first instruction is just this one, as in all range functions of
- * libibverbs there are: then no thread can be in the middle of what is replaced, and it
- * is replaced in one step, as it lies within one aligned unit of 16 bytes.
+ * libibverbs there are: then no thread can be in the middle of it, and it is
+ * replaced in one step, as it lies within one aligned unit of 16 bytes.
  */
 #ifndef RF_PATCH_H
 #define RF_PATCH_H
@@ -22,7 +22,7 @@ struct rf_patch {
 };
 
 /*
- * What to write at @entry to go to @to. -ENOTSUP: not on this machine. -ENOEXEC: other
+ * The bytes to write at @entry to go to @to. -ENOTSUP: not on this machine. -ENOEXEC: other
  * code than the above. -ENOMEM: no memory near it.
  */
 int rf_patch_plan(struct rf_patch *patch, uintptr_t entry, uintptr_t to);
@@ -34,7 +34,7 @@ const uintptr_t *rf_patch_compared(uintptr_t entry);
 bool rf_patch_leads(uintptr_t entry, uintptr_t to);
 
 /*
- * Let its code be written, and no more. 0, or what mprotect() says. All of several patches
+ * Let its code be written, and no more. 0, or mprotect()'s error. All of several patches
  * are opened before the first is written: then each that is written can be undone.
  */
 int rf_patch_open(const struct rf_patch *patch);

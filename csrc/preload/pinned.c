@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "pinned.h"
+#include "opened.h"
 #include "sys.h"
 
 #include <errno.h>
@@ -29,7 +30,7 @@ static bool read_byte(struct field *field, char byte)
 int64_t rf_pinned_bytes(void)
 {
 	/* Not "self", whose memory is gone once the main thread has ended. */
-	int fd = rf_sys_open("/proc/thread-self/status", RF_READ);
+	int fd = rf_transient_open("/proc/thread-self/status");
 	struct field field = { 0, 0 };
 	int64_t result = -ENOENT;
 	char buffer[1024];
@@ -41,6 +42,6 @@ int64_t rf_pinned_bytes(void)
 		for (at = 0; at < count && result == -ENOENT; at++)
 			if (read_byte(&field, buffer[at]))
 				result = (int64_t)(field.kib << 10);
-	rf_sys_close(fd);
+	rf_transient_close(fd);
 	return result;
 }

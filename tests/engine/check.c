@@ -83,18 +83,33 @@ static unsigned int stretched(unsigned int seconds)
 	return seconds * (CHECK_SLOWNESS > 1 ? 4 : 1) * machine_slowness();
 }
 
+void check_await(const bool *flag)
+{
+	while (!__atomic_load_n(flag, __ATOMIC_SEQ_CST))
+		usleep(1000);
+}
+
+void check_tell(bool *flag)
+{
+	__atomic_store_n(flag, true, __ATOMIC_SEQ_CST);
+}
+
 void check_alarm(unsigned int seconds)
 {
 	alarm(stretched(seconds));
 }
 
-unsigned long check_scale(unsigned long amount)
+double check_share(void)
 {
 	const char *scale = getenv("SCALE");
+	double share = scale ? strtod(scale, NULL) : 1;
 
-	if (scale)
-		amount *= strtoul(scale, NULL, 0);
-	amount /= check_slowness();
+	return share > 0 ? share : 1;
+}
+
+unsigned long check_scale(unsigned long amount)
+{
+	amount = (unsigned long)((double)amount * check_share() / check_slowness());
 	return amount ? amount : 1;
 }
 
@@ -348,6 +363,8 @@ static unsigned int parse_flags(const char *at)
 			flags |= CHECK_DC;
 		if (!strncmp(at, " wf", 3))
 			flags |= CHECK_WF;
+		else if (!strncmp(at, " hg", 3))
+			flags |= CHECK_HG;
 		else if (!strncmp(at, " sh", 3))
 			flags |= CHECK_SHARED;
 		else if (!strncmp(at, " ht", 3))
@@ -581,11 +598,11 @@ void check_empty(void)
 	CHECK(rf_stats(&stats) == 0);
 	CHECK(!stats.registrations, "%lu", (unsigned long)stats.registrations);
 	CHECK(!stats.pending, "%lu", (unsigned long)stats.pending);
-	CHECK(!stats.unreleased_bytes, "%lu", (unsigned long)stats.unreleased_bytes);
+	CHECK(!stats.still_marked_bytes, "%lu", (unsigned long)stats.still_marked_bytes);
 	CHECK(!stats.ranges, "%lu", (unsigned long)stats.ranges);
 	CHECK(!stats.ibv_ranges, "%lu", (unsigned long)stats.ibv_ranges);
 	CHECK(!stats.marked_ranges && !stats.marked_bytes && !stats.vmas);
-	CHECK(!stats.left_ranges && !stats.left_bytes);
+	CHECK(!stats.unmarked_ranges && !stats.unmarked_bytes);
 	CHECK(!rf_engine.tracker.partial_bytes);
 	CHECK(rf_list(&info, 1) == 0);
 }

@@ -5,7 +5,7 @@
  * is a failure too.
  *
  *	SEED=n		repeats a random run
- *	SCALE=n		multiplies the amount of work
+ *	SCALE=n		multiplies the amount of work, with a part of 1 too
  *	RDMAFORK_TEST_SLOWNESS=n	how much slower than usual this machine is
  *	program NAME	runs the scenarios with NAME in their name
  */
@@ -71,8 +71,13 @@ void check_refuse_advice(int advice, int error);
 
 /* How much slower than usual this build is, on this machine. */
 unsigned int check_slowness(void);
+/* $SCALE, or 1. */
+double check_share(void);
 /* @amount for that and $SCALE, at least 1. */
 unsigned long check_scale(unsigned long amount);
+/* Wait until another thread has set @flag with the next. */
+void check_await(const bool *flag);
+void check_tell(bool *flag);
 /* Ends this process where it hangs. */
 void check_alarm(unsigned int seconds);
 
@@ -111,6 +116,7 @@ bool check_marks_stay(void);
 #define CHECK_SHARED	4u
 #define CHECK_HUGETLB	8u
 #define CHECK_WF	16u	/* VmFlags: MADV_WIPEONFORK */
+#define CHECK_HG	32u	/* VmFlags: MADV_HUGEPAGE */
 
 /* Reads smaps, for the next two; up to the first mapping from @end on. */
 void check_read_smaps(void);

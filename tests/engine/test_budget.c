@@ -19,7 +19,7 @@ static void distrust_the_kernel(void)
 
 #define PIECES 40
 
-static void the_budget_is_kept_and_what_is_left_is_counted(void)
+static void the_budget_is_kept_and_unmarked_bytes_are_counted(void)
 {
 	char *memory = check_map(2 * PIECES);
 	struct rf_handle handles[PIECES];
@@ -32,8 +32,8 @@ static void the_budget_is_kept_and_what_is_left_is_counted(void)
 	for (i = 0; i < PIECES; i++) {
 		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
 		CHECK(rf_stats(&stats) == 0 && stats.vmas <= 32);
-		CHECK(stats.left_ranges == (i < 16 ? 0 : i - 15));
-		CHECK(stats.left_bytes == stats.left_ranges * check_page);
+		CHECK(stats.unmarked_ranges == (i < 16 ? 0 : i - 15));
+		CHECK(stats.unmarked_bytes == stats.unmarked_ranges * check_page);
 	}
 	CHECK(check_marked(memory, 2 * PIECES) == 16);
 	check_fork();
@@ -42,7 +42,7 @@ static void the_budget_is_kept_and_what_is_left_is_counted(void)
 		check_release(handles[i]);
 	check_sound();
 	check_fork();
-	CHECK(rf_stats(&stats) == 0 && stats.vmas <= 32 && stats.left_ranges == PIECES - 26);
+	CHECK(rf_stats(&stats) == 0 && stats.vmas <= 32 && stats.unmarked_ranges == PIECES - 26);
 	CHECK(check_marked(memory, 2 * PIECES) == 16);
 	for (; i < PIECES; i++)
 		check_release(handles[i]);
@@ -65,7 +65,7 @@ static void the_fold_gives_vmas_to_the_longest(void)
 	handles[i] = check_register(memory + 2 * PIECES * check_page, 64 * check_page, RF_HELD);
 	check_fork();
 	CHECK(rf_stats(&stats) == 0 && stats.vmas == 32);
-	CHECK(stats.left_ranges == PIECES + 1 - 16);
+	CHECK(stats.unmarked_ranges == PIECES + 1 - 16);
 	CHECK(check_marked(memory + 2 * PIECES * check_page, 64) == 64);
 	for (i = 0; i <= PIECES; i++)
 		check_release(handles[i]);
@@ -137,7 +137,7 @@ static void at_the_budget_too_memory_mapped_anew_is_protected(void)
 }
 
 /* A mark that could not be given up is at the next fork, and then may be made again. */
-static void what_could_not_be_left_to_the_kernel_is_left_once(void)
+static void a_run_that_could_not_be_left_to_the_kernel_is_left_once(void)
 {
 	char *memory = check_map(5);
 	struct rf_handle handles[5];
@@ -154,15 +154,15 @@ static void what_could_not_be_left_to_the_kernel_is_left_once(void)
 	rf_sys_fail_from(2, ENOMEM);
 	check_release(handles[2]);
 	rf_sys_fail(0, 0);
-	CHECK(rf_stats(&stats) == 0 && stats.left_ranges == 1);
+	CHECK(rf_stats(&stats) == 0 && stats.unmarked_ranges == 1);
 	CHECK(check_marked(memory, 5) == 4);
 	check_sound();
 	check_fork();
-	CHECK(rf_stats(&stats) == 0 && stats.left_ranges == 1);
+	CHECK(rf_stats(&stats) == 0 && stats.unmarked_ranges == 1);
 	CHECK(check_marked(memory, 5) == 2);
 	rf_engine.tracker.vma_budget = 32;
 	check_fork();
-	CHECK(rf_stats(&stats) == 0 && stats.left_ranges == 0);
+	CHECK(rf_stats(&stats) == 0 && stats.unmarked_ranges == 0);
 	CHECK(check_marked(memory, 5) == 4);
 	calls = stats.madvise_calls;
 	check_fork();
@@ -222,7 +222,7 @@ static void check_budget(const char *when)
 }
 
 /* What touches pages with another mark takes a VMA for itself. */
-static void what_touches_wiped_pages_keeps_to_the_budget(void)
+static void ranges_beside_wiped_pages_keep_to_the_budget(void)
 {
 	char *memory = check_map(8 * PIECES);
 	struct rf_handle handles[3 * PIECES];
@@ -339,18 +339,18 @@ static void a_release_at_the_kernels_limit_is_made_up_for(void)
 	for (i = 1; i < 7; i += 2) {
 		check_release(handles[i]);
 		CHECK(rf_stats(&stats) == 0);
-		CHECK(stats.unreleased_bytes == (i + 1) / 2 * 8 * check_page, "%lu",
-		      (unsigned long)stats.unreleased_bytes);
+		CHECK(stats.still_marked_bytes == (i + 1) / 2 * 8 * check_page, "%lu",
+		      (unsigned long)stats.still_marked_bytes);
 		check_sound();
 	}
 	/* Registered again meanwhile, and released again. */
 	handles[3] = check_register(memory + 3 * 8 * check_page, 8 * check_page, 0);
-	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 2 * 8 * check_page);
+	CHECK(rf_stats(&stats) == 0 && stats.still_marked_bytes == 2 * 8 * check_page);
 	check_release(handles[3]);
-	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 3 * 8 * check_page);
+	CHECK(rf_stats(&stats) == 0 && stats.still_marked_bytes == 3 * 8 * check_page);
 	check_give_back_vmas();
 	check_fork();
-	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 0);
+	CHECK(rf_stats(&stats) == 0 && stats.still_marked_bytes == 0);
 	CHECK(check_marked(memory, 64) == 5 * 8);
 	for (i = 0; i < 8; i++)
 		if (i % 2 == 0 || i == 7)
@@ -360,7 +360,7 @@ static void a_release_at_the_kernels_limit_is_made_up_for(void)
 }
 
 /* A registration that fails over what waits to be unmarked must not make it wait for ever. */
-static void a_failure_does_not_forget_what_waits(void)
+static void a_failure_keeps_waiting_ranges(void)
 {
 	char *memory = check_map(24);
 	struct rf_handle handles[3], none;
@@ -374,20 +374,20 @@ static void a_failure_does_not_forget_what_waits(void)
 		handles[i] = check_register(memory + i * 7 * check_page, 7 * check_page, RF_HELD);
 	check_use_up_vmas(0);
 	check_release(handles[1]);
-	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 7 * check_page, "%lu",
-	      (unsigned long)stats.unreleased_bytes);
+	CHECK(rf_stats(&stats) == 0 && stats.still_marked_bytes == 7 * check_page, "%lu",
+	      (unsigned long)stats.still_marked_bytes);
 	rc = rf_register(memory + 7 * check_page, 17 * check_page, 0, RF_OMIT, &none, &error);
 	CHECK(rc == -ENOMEM, "%d", rc);
 	/* Where maps must be read as text there is no memory for it now: the undoing waits, too. */
 	CHECK(rf_stats(&stats) == 0);
-	CHECK(stats.unreleased_bytes == 7 * check_page ||
+	CHECK(stats.still_marked_bytes == 7 * check_page ||
 		      (!rf_engine.tracker.kernel->procmap_query &&
-		       stats.unreleased_bytes == 10 * check_page),
-	      "%lu", (unsigned long)stats.unreleased_bytes);
+		       stats.still_marked_bytes == 10 * check_page),
+	      "%lu", (unsigned long)stats.still_marked_bytes);
 	check_give_back_vmas();
 	check_fork();
-	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 0, "%lu bytes stay marked",
-	      (unsigned long)stats.unreleased_bytes);
+	CHECK(rf_stats(&stats) == 0 && stats.still_marked_bytes == 0, "%lu bytes stay marked",
+	      (unsigned long)stats.still_marked_bytes);
 	CHECK(check_marked(memory, 23) == 14);
 	check_release(handles[0]);
 	check_release(handles[2]);
@@ -470,18 +470,18 @@ static void isolated_pages_without_end(void)
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
-		SCENARIO(the_budget_is_kept_and_what_is_left_is_counted),
+		SCENARIO(the_budget_is_kept_and_unmarked_bytes_are_counted),
 		SCENARIO(the_fold_gives_vmas_to_the_longest),
 		SCENARIO(past_the_budget_nothing_is_claimed_where_copying_is_not_trusted),
 		SCENARIO(at_the_budget_too_memory_mapped_anew_is_protected),
-		SCENARIO(what_could_not_be_left_to_the_kernel_is_left_once),
+		SCENARIO(a_run_that_could_not_be_left_to_the_kernel_is_left_once),
 		SCENARIO(releases_keep_to_the_budget_too),
-		SCENARIO(what_touches_wiped_pages_keeps_to_the_budget),
+		SCENARIO(ranges_beside_wiped_pages_keep_to_the_budget),
 		SCENARIO(a_fork_that_exchanges_marks_keeps_to_the_budget),
 		SCENARIO(releases_amid_several_policies_keep_to_the_budget),
 		SCENARIO(an_exchange_that_was_refused_is_made_up_for),
 		SCENARIO(a_release_at_the_kernels_limit_is_made_up_for),
-		SCENARIO(a_failure_does_not_forget_what_waits),
+		SCENARIO(a_failure_keeps_waiting_ranges),
 		SCENARIO(held_memory_alone_waits_for_room),
 		SCENARIO(a_registration_at_the_kernels_limit),
 		SCENARIO(isolated_pages_without_end),

@@ -135,7 +135,7 @@ static void map_readable(void)
 	touch();
 }
 
-static void what_is_mapped_since_is_not_ours(void)
+static void a_later_mapping_s_fault_is_not_explained(void)
 {
 	start();
 	CHECK(run_child(map_readable) == -SIGSEGV);
@@ -237,7 +237,7 @@ static void is_ignored(void)
 	_exit(now.sa_handler == SIG_IGN ? 46 : 47);
 }
 
-static void what_is_ignored_stays_ignored(void)
+static void an_ignored_signal_stays_ignored(void)
 {
 	start();
 	signal(SIGSEGV, SIG_IGN);
@@ -295,6 +295,85 @@ static void a_handler_that_calls_ours_ends(void)
 	check_told();
 }
 
+static unsigned int in_front;
+
+/* As Python's faulthandler does. */
+static void put_back_and_raise(int signo)
+{
+	if (!in_front++)
+		CHECK(sigaction(SIGSEGV, &in_front_of, NULL) == 0);
+	if (in_front > 2)
+		_exit(52);
+	raise(signo);
+}
+
+static void put_back(int signo)
+{
+	(void)signo;
+	if (!in_front++)
+		CHECK(sigaction(SIGSEGV, &in_front_of, NULL) == 0);
+	if (in_front > 2)
+		_exit(53);
+}
+
+static void explain_before(void (*handler)(int))
+{
+	struct sigaction action = { .sa_handler = handler, .sa_flags = SA_NODEFER };
+
+	CHECK(sigaction(SIGSEGV, &action, &in_front_of) == 0);
+	CHECK(rf_explain_faults() == 1);
+	touch();
+}
+
+static void explain_put_back_and_raise(void)
+{
+	explain_before(put_back_and_raise);
+}
+
+static void explain_put_back(void)
+{
+	explain_before(put_back);
+}
+
+static void a_handler_that_puts_ours_back_is_called_once(void)
+{
+	struct sigaction info = { .sa_sigaction = by_info, .sa_flags = SA_SIGINFO };
+
+	start();
+	CHECK(run_child(explain_put_back_and_raise) == -SIGSEGV);
+	check_told();
+	CHECK(run_child(explain_put_back) == -SIGSEGV);
+	check_told();
+	CHECK(sigaction(SIGSEGV, &info, NULL) == 0);
+	CHECK(run_child(explain_put_back) == 42);
+	check_told();
+}
+
+static void count_and_chain(int signo, siginfo_t *info, void *context)
+{
+	in_front++;
+	in_front_of.sa_sigaction(signo, info, context);
+}
+
+static void chain_and_raise_twice(void)
+{
+	struct sigaction action = { .sa_sigaction = count_and_chain, .sa_flags = SA_SIGINFO };
+
+	CHECK(sigaction(SIGSEGV, &action, &in_front_of) == 0);
+	raise(SIGSEGV);
+	raise(SIGSEGV);
+	_exit(in_front == 2 && faults == 2 ? 50 : 51);
+}
+
+static void a_handler_that_calls_ours_stays_in_front(void)
+{
+	struct sigaction returns = { .sa_handler = once };
+
+	start();
+	CHECK(sigaction(SIGSEGV, &returns, NULL) == 0);
+	CHECK(run_child(chain_and_raise_twice) == 50);
+}
+
 static void install_and_touch(void)
 {
 	signal(SIGSEGV, by_number);
@@ -347,7 +426,7 @@ static void a_signal_that_is_sent_arrives(void)
 
 /* ---- Where the line goes ---- */
 
-static void nobody_who_does_not_read_is_waited_for(void)
+static void a_full_pipe_on_stderr_does_not_hang_the_child(void)
 {
 	start();
 	CHECK(pipe(ends) == 0);
@@ -417,7 +496,7 @@ static void fork_and_touch_second(void)
 	CHECK(check_wait(pid) == -SIGSEGV);
 }
 
-static void grandchildren_lack_what_either_had(void)
+static void grandchildren_lack_the_memory_of_both_parents(void)
 {
 	start();
 	CHECK(run_child(fork_and_touch_first) == 0);
@@ -625,7 +704,7 @@ static void a_program_that_survives_goes_on(void)
 	check_told();
 }
 
-static void what_the_kernel_refuses_kills_no_child_otherwise(void)
+static void a_refused_sigaction_does_no_harm(void)
 {
 	start();
 	check_refuse(SYS_rt_sigaction, EPERM);
@@ -653,25 +732,27 @@ static void one_of_many_is_found(void)
 static const struct check_scenario scenarios[] = {
 	SCENARIO(a_child_that_dies_says_why),
 	SCENARIO(other_faults_are_not_ours),
-	SCENARIO(what_is_mapped_since_is_not_ours),
+	SCENARIO(a_later_mapping_s_fault_is_not_explained),
 	SCENARIO(the_environment_turns_it_off),
 	SCENARIO(a_child_that_lacks_nothing_has_no_action),
 	SCENARIO(the_program_s_handler_is_called),
 	SCENARIO(a_one_shot_handler_is_called_once),
-	SCENARIO(what_is_ignored_stays_ignored),
+	SCENARIO(an_ignored_signal_stays_ignored),
 	SCENARIO(a_handler_that_calls_ours_ends),
+	SCENARIO(a_handler_that_calls_ours_stays_in_front),
+	SCENARIO(a_handler_that_puts_ours_back_is_called_once),
 	SCENARIO(it_is_put_in_front_again),
 	SCENARIO(a_signal_that_is_sent_arrives),
-	SCENARIO(nobody_who_does_not_read_is_waited_for),
+	SCENARIO(a_full_pipe_on_stderr_does_not_hang_the_child),
 	SCENARIO(another_file_at_descriptor_2_is_left_alone),
-	SCENARIO(grandchildren_lack_what_either_had),
+	SCENARIO(grandchildren_lack_the_memory_of_both_parents),
 	SCENARIO(long_lines_of_children_keep_little),
 	SCENARIO(threads_say_it_once),
 	SCENARIO(other_children_die_for_themselves),
 	SCENARIO(a_raw_clone_may_ask_for_it),
 	SCENARIO(a_stack_that_overflows_dies_as_it_would),
 	SCENARIO(a_program_that_survives_goes_on),
-	SCENARIO(what_the_kernel_refuses_kills_no_child_otherwise),
+	SCENARIO(a_refused_sigaction_does_no_harm),
 	SCENARIO(one_of_many_is_found),
 };
 

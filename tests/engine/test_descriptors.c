@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "check.h"
 #include "engine.h"
+#include "preload/devices.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -11,6 +12,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 
 /* Stands for a device: a special file that is not /dev/null. */
@@ -187,7 +189,7 @@ static char *map_file(int *fd, char first)
 }
 
 /* A device's queues, say, which keep it open as its descriptor does. */
-static void what_is_mapped_from_it_goes_too(void)
+static void mappings_of_the_device_go_too(void)
 {
 	int fd, other;
 
@@ -242,7 +244,7 @@ static void bad_numbers_are_refused(void)
 
 static int reserve(void)
 {
-	return rf_engine.descriptors.null.number - 1;
+	return rf_engine.descriptors.null - 1;
 }
 
 static void the_reserve_may_be_lost(void)
@@ -321,7 +323,7 @@ static bool fails_at_every_call(int fd)
 
 	for (nth = 1; nth < 8; nth++) {
 		unsigned long seen = rf_sys_faults();
-		bool alone = !rf_engine.descriptors.null.number;
+		bool alone = !rf_engine.descriptors.null;
 		size_t before = descriptors();
 		int rc;
 
@@ -360,6 +362,65 @@ static void failures_change_nothing(void)
 		CHECK(in_child(is_null, fds[i]));
 }
 
+int __real_ioctl(int fd, unsigned long command, void *argument);
+int __wrap_ioctl(int fd, unsigned long command, void *argument);
+
+/* A device answers as the kernel does for an uverbs one. */
+int __wrap_ioctl(int fd, unsigned long command, void *argument)
+{
+	struct stat status, device;
+
+	if (command != 0xc0181b01)
+		return __real_ioctl(fd, command, argument);
+	CHECK(!fstat(fd, &status) && S_ISCHR(status.st_mode) && !stat("/dev/zero", &device));
+	errno = status.st_rdev == device.st_rdev ? EPROTONOSUPPORT : ENOTTY;
+	return -1;
+}
+
+/* The @nth system call fails: the first opens /proc. */
+static bool replaces_devices(unsigned long nth)
+{
+	bool found;
+
+	rf_sys_fail(nth, ENOENT);
+	found = rf_devices_omit(&rf_engine.descriptors);
+	rf_descriptors_replace(&rf_engine.descriptors);
+	rf_sys_fail(0, 0);
+	return found;
+}
+
+static bool finds_it_without_proc(int fd)
+{
+	return !replaces_devices(0) && is_device(fd) && replaces_devices(1) && is_null(fd) &&
+	       !replaces_devices(1);
+}
+
+static bool finds_it_without_a_free_number(int fd)
+{
+	struct rlimit limit = { 0, 0 };
+
+	CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+	limit.rlim_cur = 0;
+	CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+	CHECK(replaces_devices(0) && is_closed(fd));
+	limit.rlim_cur = limit.rlim_max;
+	CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+	return true;
+}
+
+static void without_proc_each_number_is_asked(void)
+{
+	int device = open_device(), other = open("/dev/full", O_RDWR);
+
+	CHECK(other >= 0 && eventfd(0, EFD_CLOEXEC) >= 0);
+	CHECK(in_child(finds_it_without_proc, device));
+	CHECK(in_child(finds_it_without_a_free_number, device));
+	/* Beyond what the limit says now. */
+	CHECK(dup2(device, 1000) == 1000 && !close(device));
+	CHECK(in_child(finds_it_without_a_free_number, 1000));
+	CHECK(!in_child(finds_it_without_proc, other));
+}
+
 static unsigned long failing;
 /* What the child saw, in memory it shares with its parent. */
 static struct refusal {
@@ -392,8 +453,8 @@ static void a_child_that_cannot_duplicate_closes(void)
 
 	refusal = (struct refusal *)check_map_shared(1);
 	CHECK(rf_descriptor_omit(device, 0) == 0);
-	/* After two looks at the reserve and one at the device the fourth call duplicates. */
-	failing = 4;
+	/* After a look at the reserve and one at the device the third call duplicates. */
+	failing = 3;
 	CHECK(in_child(is_out_of_reach, device));
 	CHECK(refusal->faults == 1 && refusal->closed);
 	/* The reserve is looked at and closed. */
@@ -402,7 +463,7 @@ static void a_child_that_cannot_duplicate_closes(void)
 		CHECK(in_child(is_out_of_reach, device), "call %lu", failing);
 		CHECK(!refusal->closed, "call %lu", failing);
 	}
-	CHECK(failing > 5);
+	CHECK(failing > 4);
 	failing = 0;
 	CHECK(in_child(is_null, device));
 }
@@ -496,7 +557,7 @@ static void threads_open_and_close_while_others_fork(void)
 	__atomic_store_n(&over, true, __ATOMIC_SEQ_CST);
 	for (i = 0; i < COUNT_OF(threads); i++)
 		pthread_join(threads[i], NULL);
-	CHECK(!rf_engine.descriptors.null.number);
+	CHECK(!rf_engine.descriptors.null);
 }
 
 int main(int argc, char **argv)
@@ -506,13 +567,14 @@ int main(int argc, char **argv)
 		SCENARIO(any_number_of_them),
 		SCENARIO(a_number_that_names_another_file_stays),
 		SCENARIO(a_number_that_names_another_anonymous_file_stays),
-		SCENARIO(what_is_mapped_from_it_goes_too),
+		SCENARIO(mappings_of_the_device_go_too),
 		SCENARIO(among_very_many_mappings),
 		SCENARIO(bad_numbers_are_refused),
 		SCENARIO(the_reserve_may_be_lost),
 		SCENARIO(the_program_s_own_dev_null_is_left_to_it),
 		SCENARIO(the_first_descriptor_is_one_like_another),
 		SCENARIO(failures_change_nothing),
+		SCENARIO(without_proc_each_number_is_asked),
 		SCENARIO(a_child_that_cannot_duplicate_closes),
 		SCENARIO(a_raw_clone_may_share_them),
 		SCENARIO(forks_are_counted),

@@ -150,7 +150,7 @@ static void add(struct region *region, size_t start, size_t end, enum rf_policy 
 	CHECK(error.cause == RF_CAUSE_NONE);
 }
 
-static void what_lies_beside_stays(void)
+static void bytes_beside_registered_ones_stay(void)
 {
 	struct region regions[3];
 
@@ -292,7 +292,7 @@ static void a_private_file(void)
 }
 
 /* Memory nobody holds may be gone, or closed to us, when a fork saves what lies there. */
-static void what_cannot_be_read_is_no_harm(void)
+static void pages_that_cannot_be_read_do_no_harm(void)
 {
 	struct region region, closed, gone;
 
@@ -315,7 +315,7 @@ static void what_cannot_be_read_is_no_harm(void)
 }
 
 /* Pages that are wiped may be closed to writers by then, as in the parent. */
-static void what_cannot_be_written_is_given_back(void)
+static void read_only_pages_are_given_back(void)
 {
 	struct region regions[2];
 
@@ -451,6 +451,73 @@ static void much_room_is_given_back(void)
 	free(handles);
 }
 
+/* A byte of each page, as the child finds it; a page that it lacks is in order if @any is. */
+static bool finds_each_page(size_t count, bool any)
+{
+	static char page[1 << 16];
+	size_t i;
+
+	for (i = 0; i < count; i++) {
+		if (!read_page(memory + i * check_page, page) ? !any
+							      : page[5] != (char)value_at(i))
+			return false;
+	}
+	return true;
+}
+
+static void check_fork_finds_each_page(size_t count, bool any)
+{
+	pid_t pid = fork();
+
+	CHECK(pid >= 0);
+	if (!pid)
+		_exit(finds_each_page(count, any) ? 0 : 1);
+	rf_sys_fail(0, 0);
+	CHECK(check_wait(pid) == 0);
+}
+
+static bool wants_huge_pages(const struct rf_areas *areas)
+{
+	const uintptr_t mask = CHECK_HUGE - 1;
+
+	return check_flags((void *)(((uintptr_t)areas + areas->bytes_at + mask) & ~mask)) &
+	       CHECK_HG;
+}
+
+/* Many of them, so that they are not faulted in page by page. No refusal does harm. */
+static void many_saved_bytes_want_huge_pages(void)
+{
+	const size_t count = 4 * CHECK_HUGE / check_page, few = 4;
+	unsigned long nth, faults;
+	size_t i;
+
+	if (access("/sys/kernel/mm/transparent_hugepage/enabled", F_OK))
+		check_skip("this kernel has no transparent huge pages");
+	start_whole();
+	memory = check_map(count);
+	for (i = 0; i < count; i++) {
+		memory[i * check_page + 5] = (char)value_at(i);
+		if (i >= few)
+			continue;
+		check_register(memory + i * check_page, 1, RF_HELD);
+	}
+	check_fork_finds_each_page(few, false);
+	CHECK(!wants_huge_pages(rf_engine.list.shown));
+	for (i = few; i < count; i++)
+		check_register(memory + i * check_page, 1, RF_HELD);
+	check_fork_finds_each_page(count, false);
+	CHECK(wants_huge_pages(rf_engine.list.shown));
+	faults = rf_sys_faults();
+	/* The child's calls come after the parent's. */
+	for (nth = 1; nth < 20; nth++) {
+		rf_sys_fail(nth, ENOMEM);
+		check_fork_finds_each_page(count, true);
+	}
+	CHECK(rf_sys_faults() > faults + 2);
+	check_refuse_advice(MADV_HUGEPAGE, EINVAL);
+	check_fork_finds_each_page(count, false);
+}
+
 /* After the marks are made, before the child is. */
 static void registered_while_a_fork_is_under_way(void)
 {
@@ -521,7 +588,7 @@ static void threads_register_while_others_fork(void)
 }
 
 /* It cannot be given back in time: who registers is told. */
-static void what_fork_itself_uses_is_named(void)
+static void memory_that_fork_itself_uses_is_named(void)
 {
 	/* A sanitizer moves arrays elsewhere, not this. */
 	char *on_stack = __builtin_alloca(100), *arena;
@@ -554,20 +621,21 @@ static void what_fork_itself_uses_is_named(void)
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
-		SCENARIO(what_lies_beside_stays),
+		SCENARIO(bytes_beside_registered_ones_stay),
 		SCENARIO(many_share_pages),
 		SCENARIO_HUGE(parts_of_huge_pages_eager),
 		SCENARIO_HUGE(parts_of_huge_pages_lazy),
 		SCENARIO_HUGE(many_in_one_huge_page),
 		SCENARIO(a_private_file),
-		SCENARIO(what_cannot_be_read_is_no_harm),
-		SCENARIO(what_cannot_be_written_is_given_back),
+		SCENARIO(pages_that_cannot_be_read_do_no_harm),
+		SCENARIO(read_only_pages_are_given_back),
 		SCENARIO(failures_invent_nothing),
 		SCENARIO(room_is_taken_at_the_registration),
 		SCENARIO(much_room_is_given_back),
+		SCENARIO(many_saved_bytes_want_huge_pages),
 		SCENARIO(registered_while_a_fork_is_under_way),
 		SCENARIO(threads_register_while_others_fork),
-		SCENARIO(what_fork_itself_uses_is_named),
+		SCENARIO(memory_that_fork_itself_uses_is_named),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "check.h"
 #include "fork.h"
+#include "second.h"
 
 #include <pthread.h>
 
@@ -50,6 +51,7 @@ static void auto_asks_kernel_and_environment(void)
 static void a_kernel_is_not_trusted_where_the_environment_says_so(void)
 {
 	struct rf_kernel found, kernel;
+	uintptr_t other;
 
 	setenv("RDMAFORK_TRUST_COPYING", "1", 1);
 	rf_kernel_info(&found);
@@ -63,6 +65,9 @@ static void a_kernel_is_not_trusted_where_the_environment_says_so(void)
 	CHECK(init(RF_MODE_AUTO) == -ENOTSUP && error.cause == RF_CAUSE_UNTRUSTED);
 	unsetenv("RDMAFORK_MODE");
 	CHECK(rf_mode() == RF_MODE_NONE);
+	/* Nor is it the one engine of the process. */
+	CHECK(rf_second_claim(1, &other) == 0);
+	rf_second_give_up(1);
 	CHECK(init(RF_MODE_AUTO) == 0 && rf_mode() == RF_MODE_EAGER);
 	/* What is in force stays so, whatever becomes of the environment. */
 	unsetenv("RDMAFORK_TRUST_COPYING");
@@ -166,6 +171,39 @@ static void a_failed_registration_is_none(void)
 	CHECK(error.cause == RF_CAUSE_POLICY);
 	CHECK(rf_register(&handle, 4, 0, (enum rf_policy)77, &handle, &error) == -EINVAL);
 	CHECK(init(RF_MODE_EAGER) == 0);
+	check_empty();
+}
+
+/* Whatever bit it is: none is ignored, none is taken for one of the engine's own. */
+static void unknown_flags_are_refused_and_change_nothing(void)
+{
+	struct rf_handle handle, kept, untouched = { .serial = 77 };
+	struct rf_stats before, after;
+	char *memory = check_map(1);
+	unsigned int bit;
+	int fds[2];
+
+	CHECK(pipe(fds) == 0);
+	setenv("RDMAV_FORK_SAFE", "1", 1);
+	CHECK(rf_register(memory, 1, 1u << 31, RF_OMIT, &handle, &error) == -EINVAL);
+	CHECK(error.cause == RF_CAUSE_FLAGS && rf_mode() == RF_MODE_NONE);
+	CHECK(rf_register(memory, 1, 0, RF_OMIT, &kept, &error) == 1);
+	CHECK(rf_stats(&before) == 0);
+	for (bit = 1; bit; bit <<= 1) {
+		if (!(bit & (RF_HELD | RF_NOWAIT))) {
+			handle = untouched;
+			CHECK(rf_register(memory, check_page, bit | RF_HELD, RF_OMIT, &handle,
+					  &error) == -EINVAL);
+			CHECK(error.cause == RF_CAUSE_FLAGS && handle.serial == untouched.serial);
+		}
+		if (!(bit & (RF_NOWAIT | RF_UNDO)))
+			CHECK(rf_release(kept, bit | RF_NOWAIT) == -EINVAL, "0x%x", bit);
+		if (!(bit & RF_MAPPED))
+			CHECK(rf_descriptor_omit(fds[0], bit | RF_MAPPED) == -EINVAL, "0x%x", bit);
+	}
+	CHECK(rf_stats(&after) == 0 && !memcmp(&before, &after, sizeof(after)));
+	CHECK(rf_descriptor_release(fds[0]) == -ENOENT);
+	CHECK(rf_handle_state(kept) == 1 && rf_release(kept, 0) == 0);
 	check_empty();
 }
 
@@ -282,6 +320,22 @@ static void nowait_never_enters_the_kernel(void)
 	check_release(marked);
 	CHECK(rf_register(NULL, 0, RF_NOWAIT, RF_OMIT, &handle, &error) == 1);
 	CHECK(rf_release(handle, RF_NOWAIT) == 0);
+	check_empty();
+}
+
+static void nowait_suffices_where_marks_of_others_cover_it(void)
+{
+	char *memory = check_map(4);
+	struct rf_handle outer, inner;
+	unsigned long calls;
+
+	check_start(RF_MODE_EAGER);
+	outer = check_register(memory, 4 * check_page, RF_HELD);
+	calls = rf_sys_calls();
+	inner = check_register(memory + check_page, 2 * check_page, RF_NOWAIT | RF_HELD);
+	CHECK(rf_release(inner, RF_NOWAIT) == 0);
+	CHECK(rf_sys_calls() == calls);
+	check_release(outer);
 	check_empty();
 }
 
@@ -417,7 +471,7 @@ static void untouched_areas_merge_again_the_second_time(void)
 
 /* ---- The list ---- */
 
-static void the_list_says_what_smaps_says(void)
+static void the_list_agrees_with_smaps(void)
 {
 	char *memory = check_map(16), *shared = check_map_shared(2);
 	struct rf_range_info info[16];
@@ -540,7 +594,7 @@ static void *call_without_waiting(void *handle)
 }
 
 /* As in a signal handler that has come while this thread is in the engine. */
-static void what_interrupts_the_engine_is_refused(void)
+static void a_handler_that_interrupts_the_engine_is_refused(void)
 {
 	struct rf_handle held, handle;
 	struct rf_range_info info;
@@ -605,22 +659,24 @@ int main(int argc, char **argv)
 		SCENARIO(a_late_start_is_refused),
 		SCENARIO(an_undone_registration_is_none),
 		SCENARIO(a_failed_registration_is_none),
+		SCENARIO(unknown_flags_are_refused_and_change_nothing),
 		SCENARIO(variables_of_libibverbs_start_it),
 		SCENARIO(a_child_chooses_its_own_mode),
 		SCENARIO(a_handle_is_released_once),
 		SCENARIO(nothing_can_be_registered),
 		SCENARIO(nowait_never_enters_the_kernel),
+		SCENARIO(nowait_suffices_where_marks_of_others_cover_it),
 		SCENARIO(lazy_costs_no_system_call),
 		SCENARIO(a_fork_marks_and_a_release_unmarks),
 		SCENARIO(unheld_memory_is_marked_at_once_in_lazy_mode),
 		SCENARIO(a_fork_with_nothing_new_is_free),
 		SCENARIO(untouched_areas_merge_again),
 		SCENARIO(untouched_areas_merge_again_the_second_time),
-		SCENARIO(the_list_says_what_smaps_says),
+		SCENARIO(the_list_agrees_with_smaps),
 		SCENARIO(before_the_start_nothing_is_claimed),
 		SCENARIO(memory_moved_away_is_left_alone),
 		SCENARIO(the_parents_memory_is_the_childs_to_register),
-		SCENARIO(what_interrupts_the_engine_is_refused),
+		SCENARIO(a_handler_that_interrupts_the_engine_is_refused),
 		SCENARIO(torn_tables_are_not_looked_at),
 	};
 

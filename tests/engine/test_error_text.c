@@ -81,6 +81,10 @@ static void a_registration_says_why_not(void)
 	check_text(-EOVERFLOW, &error, hex(memory), "18446744073709551615 bytes", NULL);
 	CHECK(rf_register(memory, 5, 0, (enum rf_policy)7, &handle, &error) == -EINVAL);
 	check_text(-EINVAL, &error, hex(memory), "(5 bytes)", "omit, wipe, keep, not 7", NULL);
+	CHECK(rf_register(memory, 5, RF_HELD | RF_UNDO | 0x80000000u, RF_OMIT, &handle, &error) ==
+	      -EINVAL);
+	check_text(-EINVAL, &error, hex(memory), "(5 bytes)", "no flags 0x80000008;",
+		   "RF_HELD (0x1) and RF_NOWAIT (0x2)", NULL);
 }
 
 static void a_registration_that_starts_the_engine_is_named(void)
@@ -109,6 +113,10 @@ static void calls_without_an_error_have_a_text(void)
 	CHECK(rf_release(handle, 0) == 0);
 	check_text(rf_release(handle, 0), NULL, "released already", NULL);
 	check_text(rf_descriptor_omit(-1, 0), NULL, strerror(EBADF), NULL);
+	check_text(rf_release(handle, RF_HELD), NULL, "unknown flags: rf_release()",
+		   "RF_NOWAIT (0x2) and RF_UNDO (0x8)", NULL);
+	check_text(rf_descriptor_omit(0, RF_HELD), NULL,
+		   "rf_descriptor_omit() takes RF_MAPPED (0x4)", NULL);
 	check_text(-EDEADLK, NULL, "signal handler", NULL);
 	check_text(-12345, NULL, "12345", NULL);
 }
@@ -116,12 +124,12 @@ static void calls_without_an_error_have_a_text(void)
 /* Each cause, whatever the values are: it ends in its room, and has a sentence of its own. */
 static void no_text_leaves_its_room(void)
 {
-	static char all[RF_CAUSE_UNKNOWN_MODE + 1][RF_STRERROR_SIZE];
+	static char all[RF_CAUSE_FLAGS + 1][RF_STRERROR_SIZE];
 	char text[RF_STRERROR_SIZE + 1];
 	size_t size, full;
 	int cause, other;
 
-	for (cause = RF_CAUSE_NONE; cause <= RF_CAUSE_UNKNOWN_MODE; cause++) {
+	for (cause = RF_CAUSE_NONE; cause <= RF_CAUSE_FLAGS; cause++) {
 		memset(&error, 0xff, sizeof(error));
 		error.cause = (enum rf_cause)cause;
 		error.nbytes = SIZE_MAX;
@@ -131,10 +139,12 @@ static void no_text_leaves_its_room(void)
 		full = strlen(rf_strerror(other, &error, all[cause], RF_STRERROR_SIZE));
 		CHECK(full && full < RF_STRERROR_SIZE - 1, "cause %d: %zu", cause, full);
 		for (size = 0; size <= full; size++) {
-			memset(text, '#', sizeof(text));
+			memset(text, '#', sizeof(text) - 1);
+			text[sizeof(text) - 1] = '\0';
 			CHECK(rf_strerror(other, &error, text, size) == text);
 			CHECK(!size || strlen(text) == size - 1);
-			CHECK(text[size] == '#' && !memcmp(text, all[cause], size ? size - 1 : 0));
+			CHECK(!memcmp(text, all[cause], size ? size - 1 : 0));
+			CHECK(strspn(text + size, "#") == sizeof(text) - 1 - size);
 		}
 		for (other = 0; other < cause; other++)
 			CHECK(strcmp(all[other], all[cause]) != 0, "%d, %d", other, cause);

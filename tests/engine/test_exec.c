@@ -5,13 +5,16 @@
  * none the worse for it. It is protected by the engine or by libibverbs, and its report is
  * a whole line or none.
  */
+#define _GNU_SOURCE /* program_invocation_name */
 #include "check.h"
 #include "fork.h"
 #include "preload/exec.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <stdarg.h>
 
+#define STANDIN "build/ctest/standin-slots.so"
 #define DONE 2 /* exit status: fewer calls were made */
 
 static const int errors[] = CHECK_ERRORS;
@@ -40,7 +43,7 @@ static int call(void *handle, const char *name, void *memory, size_t nbytes)
 /* What a program does with libibverbs. */
 static void work(void)
 {
-	void *handle = dlopen("build/ctest/standin-slots.so", RTLD_NOW | RTLD_LOCAL);
+	void *handle = dlopen(STANDIN, RTLD_NOW | RTLD_LOCAL);
 	char *memory = check_map(4);
 
 	CHECK(handle, "%s", dlerror());
@@ -151,6 +154,66 @@ static void at_the_end_whatever_fails_the_report_is_whole_or_none(void)
 	fail_each(true);
 }
 
+__attribute__((format(printf, 2, 3))) static void expect(const char *text, const char *format, ...)
+{
+	char expected[512];
+	va_list arguments;
+
+	va_start(arguments, format);
+	vsnprintf(expected, sizeof(expected), format, arguments);
+	va_end(arguments);
+	CHECK(strstr(text, expected), "no %s in %s", expected, text);
+}
+
+/* One range stays registered at the last fork; one that was never registered is released. */
+static void work_and_leave_a_range(void)
+{
+	void *handle;
+	char *memory;
+
+	rf_exec_begin();
+	work();
+	handle = dlopen(STANDIN, RTLD_NOW | RTLD_LOCAL);
+	memory = check_map(4);
+	CHECK(call(handle, "standin_release", memory, check_page) == 0);
+	CHECK(call(handle, "standin_register", memory, 3 * check_page) == 0);
+	check_fork();
+	exit(0);
+}
+
+static void a_report_tells_forks_and_registrations(void)
+{
+	static char text[1 << 16];
+	unsigned long total, most;
+	const char *handler;
+	pid_t pid;
+
+	ask_for_a_report();
+	CHECK(setenv("RDMAFORK_RANK", "7", 1) == 0);
+	pid = fork();
+	CHECK(pid >= 0);
+	if (!pid)
+		work_and_leave_a_range();
+	CHECK(check_wait(pid) == 0);
+	check_line(text, take_report(text, sizeof(text)));
+	unlink(report);
+	expect(text, "{\"rdmafork\": %d, \"pid\": %d, \"ppid\": %d, \"host\": \"", RF_ABI, (int)pid,
+	       (int)getpid());
+	expect(text, "\"rank\": \"7\", \"program\": \"%s\", ", program_invocation_name);
+	expect(text, "\"registrations\": {\"total\": 2, \"live\": 1}, ");
+	expect(text, "\"ranges\": {\"calls\": 4, \"live\": 1}, \"forks\": 3, ");
+	expect(text, "\"marked_bytes\": {\"total\": %zu, \"last\": %zu}, ", 5 * check_page,
+	       3 * check_page);
+	expect(text, "\"unmarked_bytes\": 0, \"unbalanced\": 1, \"gone_bytes\": 0, ");
+	expect(text, "{\"path\": \"%s\", \"how\": \"rewritten\", \"why\": null}", STANDIN);
+	expect(text, "\"device_without_libibverbs\": 0, \"errors\": [], ");
+	handler = strstr(text, "\"handler_ns\": ");
+	CHECK(handler && sscanf(handler, "\"handler_ns\": {\"total\": %lu, \"max\": %lu}, ", &total,
+				&most) == 2,
+	      "%s", text);
+	CHECK(total > most && 3 * most >= total, "%lu, %lu", total, most);
+}
+
 /* exit() in a signal handler that has interrupted the engine. */
 static void ended_inside_the_engine_it_says_so(void)
 {
@@ -171,7 +234,7 @@ static void ended_inside_the_engine_it_says_so(void)
 	unlink(report);
 	check_line(text, length);
 	CHECK(strstr(text, "\"errors\": [\"") && strstr(text, "inside the engine"), "%s", text);
-	CHECK(strstr(text, "\"left_bytes\": 0,"), "%s", text);
+	CHECK(strstr(text, "\"unmarked_bytes\": 0,"), "%s", text);
 }
 
 /* The program's own signal, blocked and waiting: the write's may not take it along. */
@@ -204,6 +267,7 @@ int main(int argc, char **argv)
 	const struct check_scenario scenarios[] = {
 		SCENARIO(at_the_start_whatever_fails_the_program_runs),
 		SCENARIO(at_the_end_whatever_fails_the_report_is_whole_or_none),
+		SCENARIO(a_report_tells_forks_and_registrations),
 		SCENARIO(ended_inside_the_engine_it_says_so),
 		SCENARIO(a_failed_write_leaves_a_pending_signal),
 	};

@@ -376,7 +376,7 @@ static void run_once(const struct operation *operation, unsigned long nth, int w
 		CHECK(live_count == lived);
 		take_snapshot(&now);
 		/* Undone at the next fork, when /proc failed too where a hole must be found. */
-		if (operation->after == after_hole && now.stats.unreleased_bytes) {
+		if (operation->after == after_hole && now.stats.still_marked_bytes) {
 			check_fork();
 			take_snapshot(&now);
 		}

@@ -139,7 +139,7 @@ static void window_register(void)
 	early = check_register(early_memory, check_page, RF_HELD);
 }
 
-static void what_the_window_registers_is_protected(void)
+static void memory_registered_in_the_window_is_protected(void)
 {
 	check_start(check_best_mode());
 	early_memory = check_map(4);
@@ -269,7 +269,7 @@ static void prepare_anothers_fork(void)
 	rf_leave();
 }
 
-static void a_fork_amid_anothers_gives_back_what_that_marks(void)
+static void a_fork_amid_another_gives_back_the_pages_that_one_marks(void)
 {
 	pid_t child;
 
@@ -561,12 +561,12 @@ int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(handlers_register_and_release),
-		SCENARIO(what_the_window_registers_is_protected),
+		SCENARIO(memory_registered_in_the_window_is_protected),
 		SCENARIO(shared_memory_in_the_window_eager),
 		SCENARIO(shared_memory_in_the_window_lazy),
 		SCENARIO(a_fork_within_a_fork_shuts_the_window),
 		SCENARIO(each_process_of_nested_forks_gives_pages_back),
-		SCENARIO_HUGE(a_fork_amid_anothers_gives_back_what_that_marks),
+		SCENARIO_HUGE(a_fork_amid_another_gives_back_the_pages_that_one_marks),
 		SCENARIO(a_registration_in_the_window_that_fails_changes_nothing),
 		SCENARIO(a_fork_that_fails_shuts_the_window),
 		SCENARIO(errno_passes_through_the_handlers),

@@ -92,23 +92,12 @@ static void threads_fork_and_register_eagerly(void)
 
 static bool holding, let_go;
 
-static void await(const bool *flag)
-{
-	while (!__atomic_load_n(flag, __ATOMIC_SEQ_CST))
-		usleep(1000);
-}
-
-static void set(bool *flag)
-{
-	__atomic_store_n(flag, true, __ATOMIC_SEQ_CST);
-}
-
 /* In the middle of a call, as far as others can tell. */
 static void *hold_the_engine(void *unused)
 {
 	CHECK(rf_enter(0) == 0);
-	set(&holding);
-	await(&let_go);
+	check_tell(&holding);
+	check_await(&let_go);
 	rf_leave();
 	return unused;
 }
@@ -126,7 +115,7 @@ static void raw_fork_in_handler(int number)
 	CHECK(child >= 0);
 	if (child) {
 		CHECK(check_wait(child) == 0);
-		set(&let_go);
+		check_tell(&let_go);
 	} else {
 		check_alarm(30);
 	}
@@ -157,7 +146,7 @@ static void a_raw_child_waits_for_no_thread_of_its_parent(void)
 	sigaction(SIGUSR1, &action, NULL);
 	interrupted = pthread_self();
 	CHECK(!pthread_create(&holder, NULL, hold_the_engine, NULL));
-	await(&holding);
+	check_await(&holding);
 	CHECK(!pthread_create(&interrupter, NULL, interrupt_who_waits, NULL));
 	CHECK(rf_stats(&stats) == 0);
 	CHECK(stats.registrations == (getpid() == self));
@@ -180,7 +169,7 @@ static void lock_another(void)
 	if (!contended)
 		return;
 	pthread_mutex_lock(&another_lock);
-	set(&locked);
+	check_tell(&locked);
 }
 
 static void unlock_another(void)
@@ -192,8 +181,8 @@ static void unlock_another(void)
 static void *fork_inside_the_engine(void *unused)
 {
 	CHECK(rf_enter(0) == 0);
-	set(&holding);
-	await(&locked);
+	check_tell(&holding);
+	check_await(&locked);
 	check_fork();
 	rf_leave();
 	return unused;
@@ -218,7 +207,7 @@ static void a_fork_waits_for_the_engine_but_not_for_ever(void)
 	pthread_atfork(lock_another, unlock_another, unlock_another);
 	contended = true;
 	CHECK(!pthread_create(&thread, NULL, fork_inside_the_engine, NULL));
-	await(&holding);
+	check_await(&holding);
 	child = fork();
 	if (!child) {
 		contended = false;
@@ -232,7 +221,7 @@ static void a_fork_waits_for_the_engine_but_not_for_ever(void)
 	CHECK(status == 0 || status == -SIGSEGV, "%d", status);
 	CHECK(!pthread_join(thread, NULL));
 	contended = false;
-	CHECK(rf_stats(&stats) == 0 && stats.forks_unprepared == 2 && !rf_window.forks);
+	CHECK(rf_stats(&stats) == 0 && stats.forks_unmarked == 2 && !rf_window.forks);
 	check_release(mine);
 	check_works();
 }
@@ -272,7 +261,7 @@ static void fork_while_the_engine_is_held(int error)
 	forker = pthread_self();
 	sigaction(SIGUSR1, &action, NULL);
 	CHECK(!pthread_create(&holder, NULL, hold_the_engine, NULL));
-	await(&holding);
+	check_await(&holding);
 	if (!error)
 		CHECK(!pthread_create(&signaller, NULL, signal_the_forker, NULL));
 	else
@@ -281,12 +270,12 @@ static void fork_while_the_engine_is_held(int error)
 	child = fork();
 	if (!child)
 		_exit(0);
-	set(&forked);
+	check_tell(&forked);
 	CHECK(check_wait(child) == 0);
-	set(&let_go);
+	check_tell(&let_go);
 	while (rf_stats(&stats) < 0)
 		usleep(1000);
-	CHECK(stats.forks_unprepared == 1, "%lu", (unsigned long)stats.forks_unprepared);
+	CHECK(stats.forks_unmarked == 1, "%lu", (unsigned long)stats.forks_unmarked);
 	_exit(0);
 }
 
@@ -334,7 +323,7 @@ static void *cancelled_thread(void *act)
 	/* At the next cancellation point: none in the engine. */
 	pthread_cancel(pthread_self());
 	(*(void (**)(void))act)();
-	set(&came_back);
+	check_tell(&came_back);
 	pthread_testcancel();
 	return NULL;
 }
@@ -368,7 +357,7 @@ static void fork_and_register(void *unused)
 	(void)unused;
 	fork_and_check(mine, true);
 	check_release(mine);
-	set(&came_back);
+	check_tell(&came_back);
 }
 
 static void *thread_with_data(void *key)
@@ -554,291 +543,6 @@ static void a_timer_registers_in_a_storm(void)
 	CHECK(from_handler);
 }
 
-/* Descriptors of /proc that speak of an engine's memory. */
-static size_t open_maps(void)
-{
-	char link[64], target[64];
-	size_t count = 0;
-	ssize_t length;
-	int fd;
-
-	for (fd = 0; fd < 64; fd++) {
-		snprintf(link, sizeof(link), "/proc/thread-self/fd/%d", fd);
-		length = readlink(link, target, sizeof(target) - 1);
-		if (length < 0)
-			continue;
-		target[length] = '\0';
-		count += !strncmp(target, "/proc/", 6) && strstr(target, "maps");
-	}
-	return count;
-}
-
-static bool asking, asked, answered, moving;
-
-static void *ask_within_a_fork(void *unused)
-{
-	struct rf_vma_reader *reader = &rf_engine.tracker.reader;
-	struct rf_memory table;
-
-	await(&asked);
-	CHECK(rf_enter(0) == 0);
-	CHECK(rf_vma_open(reader) == 0 && open_maps() == 1);
-	table = reader->table;
-	/* Between mremap() and the storing of where the table is now. */
-	if (moving) {
-		CHECK(table.items);
-		CHECK(rf_sys_remap(table.items, table.mapped, 2 * table.mapped, &table.items) == 0);
-		table.mapped *= 2;
-		if (table.items == reader->table.items)
-			moving = false;
-	}
-	set(&holding);
-	await(&answered);
-	reader->table.items = table.items;
-	reader->table.mapped = table.mapped;
-	rf_vma_close(reader);
-	rf_leave();
-	return unused;
-}
-
-static void ask_in_window(void)
-{
-	if (!asking)
-		return;
-	asking = false;
-	set(&asked);
-	await(&holding);
-}
-
-/* Installed before the engine's own: it prepares after that, without the lock. */
-__attribute__((constructor(101))) static void install_before(void)
-{
-	pthread_atfork(ask_in_window, NULL, NULL);
-}
-
-static void a_child_lacks_the_descriptor_of_a_question_under_way(void)
-{
-	pthread_t thread;
-	pid_t child;
-
-	check_start(check_best_mode());
-	asking = true;
-	CHECK(!pthread_create(&thread, NULL, ask_within_a_fork, NULL));
-	child = fork();
-	CHECK(child >= 0);
-	if (!child) {
-		CHECK(open_maps() == 0, "%zu", open_maps());
-		check_works();
-		_exit(0);
-	}
-	CHECK(open_maps() == 1);
-	set(&answered);
-	CHECK(check_wait(child) == 0);
-	CHECK(!pthread_join(thread, NULL));
-	CHECK(open_maps() == 0);
-	check_fork();
-}
-
-/* Nothing of what that thread was at is the child's, neither its descriptor nor its table. */
-static void check_asks_anew(void)
-{
-	rf_engine.tracker.reader.query = false;
-	check_works();
-	CHECK(!rf_engine.tracker.reader.depth);
-	_exit(0);
-}
-
-static void a_child_made_while_a_thread_reads_maps_as_text(pid_t (*make)(void))
-{
-	pthread_t thread;
-	pid_t child;
-
-	check_start(check_best_mode());
-	rf_engine.tracker.reader.query = false;
-	moving = true;
-	/* The wait for its lock ends soon: of fork() the child is an unprepared one. */
-	rf_window.patience = 1;
-	CHECK(!pthread_create(&thread, NULL, ask_within_a_fork, NULL));
-	set(&asked);
-	await(&holding);
-	if (!moving)
-		check_skip("a table that grows in its place");
-	child = make();
-	CHECK(child >= 0);
-	if (!child)
-		check_asks_anew();
-	CHECK(check_wait(child) == 0);
-	set(&answered);
-	CHECK(!pthread_join(thread, NULL));
-	check_works();
-}
-
-static void a_child_made_while_a_thread_reads_maps(void)
-{
-	if (CHECK_TSAN)
-		check_skip("ThreadSanitizer waits for the thread");
-	a_child_made_while_a_thread_reads_maps_as_text(fork);
-}
-
-static void a_raw_child_made_while_a_thread_reads_maps(void)
-{
-	raw_fork = (pid_t(*)(void))dlsym(RTLD_DEFAULT, "_Fork");
-	if (!raw_fork || CHECK_TSAN)
-		check_skip("no _Fork() here");
-	a_child_made_while_a_thread_reads_maps_as_text(raw_fork);
-}
-
-/* ---- A child is noticed by one call of one thread ---- */
-
-static bool noticed;
-
-static void *notice(void *generation)
-{
-	*(uint32_t *)generation = rf_generation();
-	set(&noticed);
-	return NULL;
-}
-
-/* Its first thread's, as far as the engine can tell. */
-static void a_second_thread_waits_while_another_becomes_the_child(void)
-{
-	static uint64_t another[8];
-	uint32_t generation, seen = 0;
-	pthread_t thread;
-
-	check_start(check_best_mode());
-	generation = rf_generation();
-	__atomic_store_n(rf_engine.alive, (uint64_t)(uintptr_t)another, __ATOMIC_SEQ_CST);
-	CHECK(!pthread_create(&thread, NULL, notice, &seen));
-	usleep(50000);
-	CHECK(!__atomic_load_n(&noticed, __ATOMIC_SEQ_CST));
-	__atomic_store_n(rf_engine.alive, 1, __ATOMIC_SEQ_CST);
-	CHECK(!pthread_join(thread, NULL));
-	CHECK(seen == generation && rf_generation() == generation);
-	check_works();
-}
-
-static pthread_barrier_t together;
-
-static void *notice_together(void *generation)
-{
-	pthread_barrier_wait(&together);
-	return notice(generation);
-}
-
-static void check_noticed_once(uint32_t before, struct rf_handle inherited)
-{
-	uint32_t seen[4] = { 0 };
-	pthread_t threads[4];
-	size_t i;
-
-	check_alarm(30);
-	CHECK(!pthread_barrier_init(&together, NULL, COUNT_OF(threads)));
-	for (i = 0; i < COUNT_OF(threads); i++)
-		CHECK(!pthread_create(&threads[i], NULL, notice_together, &seen[i]));
-	for (i = 0; i < COUNT_OF(threads); i++) {
-		CHECK(!pthread_join(threads[i], NULL));
-		CHECK(seen[i] == before + 1, "thread %zu: %u", i, seen[i]);
-	}
-	check_inherited(inherited);
-	check_works();
-	_exit(0);
-}
-
-static void all_threads_of_a_raw_child_see_one_generation(void)
-{
-	unsigned long round, rounds = check_scale(300);
-	struct rf_handle handle;
-	pid_t child;
-
-	raw_fork = (pid_t(*)(void))dlsym(RTLD_DEFAULT, "_Fork");
-	if (!raw_fork || CHECK_TSAN)
-		check_skip("no _Fork() here");
-	check_start(check_best_mode());
-	handle = check_register(check_map(1), check_page, RF_HELD);
-	for (round = 0; round < rounds; round++) {
-		child = raw_fork();
-		CHECK(child >= 0);
-		if (!child)
-			check_noticed_once(rf_engine.generation, handle);
-		CHECK(check_wait(child) == 0, "round %lu", round);
-	}
-	CHECK(rf_handle_state(handle) == 1);
-}
-
-/* A signal handler has interrupted the noticing: it is refused, and may fork. */
-static void a_handler_that_interrupts_the_noticing_is_refused(void)
-{
-	char *memory = check_map(1);
-	struct rf_handle handle, made;
-	struct rf_error error;
-	struct rf_stats stats;
-	uint32_t generation;
-	pid_t child;
-
-	check_start(check_best_mode());
-	handle = check_register(memory, check_page, RF_HELD);
-	generation = rf_generation();
-	check_alarm(20);
-	__atomic_store_n(rf_engine.alive, rf_lock_self(), __ATOMIC_SEQ_CST);
-	CHECK(rf_register(memory, check_page, RF_HELD, RF_OMIT, &made, &error) == -EDEADLK);
-	CHECK(error.cause == RF_CAUSE_SIGNAL);
-	CHECK(rf_release(handle, 0) == -EDEADLK && rf_stats(&stats) == -EDEADLK);
-	CHECK(rf_descriptor_omit(0, 0) == -EDEADLK);
-	CHECK(rf_generation() == generation && !rf_engine.lock.word);
-	child = fork();
-	CHECK(child >= 0);
-	if (!child) {
-		CHECK(rf_generation() == generation + 1);
-		check_inherited(handle);
-		check_works();
-		_exit(0);
-	}
-	CHECK(check_wait(child) == 0);
-	CHECK(rf_engine.forks_unprepared == 1);
-	__atomic_store_n(rf_engine.alive, 1, __ATOMIC_SEQ_CST);
-	check_release(handle);
-	check_works();
-}
-
-static void children_have_no_descriptor_of_proc(bool query)
-{
-	unsigned long i, forks = check_scale(500);
-	pthread_t registering[2];
-	pid_t child;
-	size_t at;
-
-	check_start(check_best_mode());
-	rf_engine.tracker.reader.query &= query;
-	for (at = 0; at < 2; at++)
-		CHECK(!pthread_create(&registering[at], NULL, register_until_stopped, NULL));
-	for (i = 0; i < forks; i++) {
-		child = fork();
-		CHECK(child >= 0);
-		if (!child) {
-			CHECK(open_maps() == 0, "%zu in child %lu", open_maps(), i);
-			if (i % 16 == 0)
-				check_works();
-			_exit(0);
-		}
-		CHECK(check_wait(child) == 0);
-	}
-	__atomic_store_n(&stop, true, __ATOMIC_RELAXED);
-	for (at = 0; at < 2; at++)
-		CHECK(!pthread_join(registering[at], NULL));
-	CHECK(open_maps() == 0);
-}
-
-static void children_amid_questions_have_no_descriptor_of_proc(void)
-{
-	children_have_no_descriptor_of_proc(true);
-}
-
-static void children_amid_reading_have_no_descriptor_of_proc(void)
-{
-	children_have_no_descriptor_of_proc(false);
-}
-
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
@@ -855,14 +559,6 @@ int main(int argc, char **argv)
 		SCENARIO(a_child_reads_the_environment_if_nothing_runs),
 		SCENARIO(a_timer_forks_in_a_storm),
 		SCENARIO(a_timer_registers_in_a_storm),
-		SCENARIO(a_child_made_while_a_thread_reads_maps),
-		SCENARIO(a_raw_child_made_while_a_thread_reads_maps),
-		SCENARIO(a_second_thread_waits_while_another_becomes_the_child),
-		SCENARIO(all_threads_of_a_raw_child_see_one_generation),
-		SCENARIO(a_handler_that_interrupts_the_noticing_is_refused),
-		SCENARIO(a_child_lacks_the_descriptor_of_a_question_under_way),
-		SCENARIO(children_amid_questions_have_no_descriptor_of_proc),
-		SCENARIO(children_amid_reading_have_no_descriptor_of_proc),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

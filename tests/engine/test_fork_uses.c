@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "check.h"
 #include "engine.h"
+#include "fork_uses.h"
 #include "preload/exit_report.h"
 
 #include <fcntl.h>
@@ -100,6 +101,18 @@ static void needs_glibc_s_malloc(void)
 #endif
 	if (CHECK_SLOWNESS > 1)
 		check_skip("a sanitizer's malloc()");
+}
+
+extern char _end[]; /* of the program's data, from the linker */
+
+static void memory_before_the_heap_is_not_malloc_s(void)
+{
+	needs_glibc_s_malloc();
+	free(malloc(100));
+	CHECK(!rf_malloc_uses((uintptr_t)_end - 1));
+	CHECK(!rf_malloc_uses((uintptr_t)start_untrusted));
+	CHECK(rf_malloc_uses((uintptr_t)sbrk(0) - 1));
+	CHECK(!rf_malloc_uses((uintptr_t)sbrk(0)));
 }
 
 static void *name_arena(void *unused)
@@ -311,7 +324,7 @@ static uint64_t gone_bytes(void)
 	return stats.gone_bytes;
 }
 
-static void what_moved_before_its_release_is_counted(void)
+static void memory_moved_before_its_release_is_counted(void)
 {
 	char *memory = check_map(8), *moved;
 	struct rf_handle handle;
@@ -345,12 +358,13 @@ int main(int argc, char **argv)
 		SCENARIO(tls_is_named),
 		SCENARIO(tls_of_another_thread_is_named),
 		SCENARIO(malloc_s_memory_is_named),
+		SCENARIO(memory_before_the_heap_is_not_malloc_s),
 		SCENARIO(partial_pages_cost_no_more_calls),
 		SCENARIO(a_c_program_is_told_once_for_each_cause),
 		SCENARIO(trusted_it_is_told_nothing),
 		SCENARIO(the_report_has_it),
 		SCENARIO(a_child_is_told_anew),
-		SCENARIO(what_moved_before_its_release_is_counted),
+		SCENARIO(memory_moved_before_its_release_is_counted),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

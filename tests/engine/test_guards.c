@@ -68,7 +68,7 @@ static void a_hole_is_a_guard(void)
 	check_empty();
 }
 
-static void what_is_mapped_there_stays(void)
+static void a_mapping_already_there_stays(void)
 {
 	static char *memory;
 	struct rf_handle handle;
@@ -90,7 +90,7 @@ static void what_is_mapped_there_stays(void)
 }
 
 /* The bytes beside what is registered can be read, then not, then again. */
-static void what_cannot_be_given_back_is_a_guard(void)
+static void a_page_that_cannot_be_given_back_becomes_a_guard(void)
 {
 	const int protections[] = { PROT_READ | PROT_WRITE, PROT_NONE, PROT_READ | PROT_WRITE };
 	char *memory = check_map(4);
@@ -117,6 +117,28 @@ static void what_cannot_be_given_back_is_a_guard(void)
 	}
 	check_release(handle);
 	check_empty();
+}
+
+/* A page behind the end of its file is mapped as readable, and cannot be read. */
+static void a_page_that_cannot_be_read_becomes_a_guard(void)
+{
+	const int protection = PROT_READ | PROT_WRITE;
+	char *memory = check_map(4);
+	int fd = memfd_create("short", MFD_CLOEXEC);
+	pid_t pid;
+
+	CHECK(fd >= 0 && ftruncate(fd, (off_t)check_page) == 0);
+	CHECK(mmap(memory, 3 * check_page, protection, MAP_PRIVATE | MAP_FIXED, fd, 0) == memory);
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
+	memory[0] = 7;
+	check_register(memory + 100, 2 * check_page, 0);
+	pid = fork();
+	if (!pid) {
+		CHECK(is_guarded(memory + check_page) && is_guarded(memory + 2 * check_page));
+		_exit(memory[0]);
+	}
+	CHECK(check_wait(pid) == 7);
 }
 
 /* A page that another registration fills is given back no more, though no mark has changed. */
@@ -311,8 +333,9 @@ int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(a_hole_is_a_guard),
-		SCENARIO(what_is_mapped_there_stays),
-		SCENARIO(what_cannot_be_given_back_is_a_guard),
+		SCENARIO(a_mapping_already_there_stays),
+		SCENARIO(a_page_that_cannot_be_given_back_becomes_a_guard),
+		SCENARIO(a_page_that_cannot_be_read_becomes_a_guard),
 		SCENARIO(a_page_that_is_filled_is_given_back_no_more),
 		SCENARIO(the_longest_come_first),
 		SCENARIO(a_child_plans_for_its_own),

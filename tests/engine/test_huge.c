@@ -41,6 +41,30 @@ static void huge_pages_go_whole(void)
 	}
 }
 
+/* Memory that is not held cannot wait for the round of questions of the next fork. */
+static void small_buffers_on_base_pages_are_registered_without_proc(void)
+{
+	char *memory = check_map(4), *huge = check_map_huge(1, MAP_PRIVATE);
+	struct rf_handle small, across, in_huge;
+	uint64_t questions;
+
+	check_needs_lazy();
+	check_start(RF_MODE_LAZY);
+	rf_engine.tracker.reader.query = false;
+	questions = rf_engine.tracker.reader.questions;
+	small = check_register(memory + 100, 64, 0);
+	across = check_register(memory + 2 * check_page - 8, check_page + 16, 0);
+	CHECK(rf_engine.tracker.reader.questions == questions);
+	in_huge = check_register(huge + 100, 64, 0);
+	CHECK(rf_engine.tracker.reader.questions > questions);
+	CHECK(check_flags(huge) & CHECK_DC);
+	CHECK(check_marked(memory, 4) == 1);
+	check_release(in_huge);
+	check_release(small);
+	check_release(across);
+	check_empty();
+}
+
 /* Nothing can be saved for the child, so the kernel copies. */
 static void without_memory_partial_huge_pages_are_the_kernels(void)
 {
@@ -90,6 +114,43 @@ static void huge_pages_wait_for_the_fork(void)
 	CHECK(check_flags(memory + CHECK_HUGE) & CHECK_DC);
 	check_release(across);
 	CHECK(!(check_flags(memory + CHECK_HUGE) & CHECK_DC));
+	check_empty();
+}
+
+/* Before a fork too: a raw child would have it. Either half of the page is the other's. */
+static void a_huge_page_that_another_wants_stays_marked(void)
+{
+	char *memory = check_map_huge(1, MAP_PRIVATE);
+	struct rf_handle all, half;
+	size_t i;
+
+	check_start(RF_MODE_EAGER);
+	for (i = 0; i < 2; i++) {
+		all = check_register(memory, CHECK_HUGE, RF_HELD);
+		half = check_register(memory + i * CHECK_HUGE / 2, CHECK_HUGE / 2, RF_HELD);
+		check_release(all);
+		CHECK(check_flags(memory) & CHECK_DC, "half %zu", i);
+		check_release(half);
+		CHECK(!(check_flags(memory) & CHECK_DC));
+		check_empty();
+	}
+}
+
+/* A fork does not ask what ends of memory lie in that is not held: they may be another's by now. */
+static void huge_pages_that_come_after_memory_stay(void)
+{
+	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+	const int protection = PROT_READ | PROT_WRITE;
+	const size_t nbytes = 3 * CHECK_HUGE;
+	char *place = check_map_huge(3, MAP_PRIVATE);
+	struct rf_handle handle;
+
+	CHECK(mmap(place, nbytes, protection, flags, -1, 0) == place);
+	check_start(RF_MODE_EAGER);
+	handle = check_register(place, 2 * CHECK_HUGE + 100, 0);
+	CHECK(mmap(place, nbytes, protection, flags | MAP_HUGETLB | (21 << 26), -1, 0) == place);
+	CHECK(check_child_reads(place));
+	check_release(handle);
 	check_empty();
 }
 
@@ -258,6 +319,9 @@ int main(int argc, char **argv)
 		SCENARIO_HUGE(huge_pages_go_whole),
 		SCENARIO_HUGE(without_memory_partial_huge_pages_are_the_kernels),
 		SCENARIO_HUGE(huge_pages_wait_for_the_fork),
+		SCENARIO_HUGE(small_buffers_on_base_pages_are_registered_without_proc),
+		SCENARIO_HUGE(a_huge_page_that_another_wants_stays_marked),
+		SCENARIO_HUGE(huge_pages_that_come_after_memory_stay),
 		SCENARIO_HUGE(mixed_pages_asked_by_query),
 		SCENARIO_HUGE(mixed_pages_asked_by_text),
 		SCENARIO_HUGE(mixed_pages_whole),

@@ -82,7 +82,7 @@ static void too_late_is_said_and_nothing_protects_then(void)
 	check_empty();
 }
 
-static void what_it_says_of_itself_is_what_others_act_on(void)
+static void its_answers_are_those_that_libraries_act_on(void)
 {
 	struct rf_kernel kernel;
 
@@ -156,7 +156,7 @@ static void one_release_too_many_changes_nothing(void)
 }
 
 /* libibverbs counts pages. Neither it nor a driver of it ever releases what was not registered. */
-static void only_what_was_registered_is_released(void)
+static void only_registered_ranges_are_released(void)
 {
 	char *memory = check_map(PAGES);
 
@@ -231,7 +231,7 @@ static void huge_pages_go_whole_and_come_back(void)
 	check_empty();
 }
 
-static void what_is_registered_here_counts_once(void)
+static void a_range_registered_by_both_apis_counts_once(void)
 {
 	char *memory = check_map(PAGES);
 	struct rf_handle handle;
@@ -282,7 +282,7 @@ static void a_child_begins_with_none(void)
 }
 
 /* A child forgets what its parent had, however much that was, and takes no memory for it. */
-static void a_child_does_not_pay_for_what_its_parent_has(void)
+static void a_child_does_not_pay_for_its_parent_s_ranges(void)
 {
 	const size_t count = 100000;
 	char *memory = check_map(count);
@@ -397,7 +397,8 @@ static void a_failure_changes_nothing(void)
 			break;
 		faults = rf_sys_faults();
 	}
-	CHECK(faults > 2, "%lu", faults);
+	/* A question about each end, or one about both, and the advice. */
+	CHECK(faults > 1, "%lu", faults);
 	give(memory, 0, 8);
 	check_empty();
 }
@@ -443,17 +444,17 @@ int main(int argc, char **argv)
 		SCENARIO(it_starts_unasked_and_marks_at_once),
 		SCENARIO(nothing_is_a_range_of_no_bytes),
 		SCENARIO(too_late_is_said_and_nothing_protects_then),
-		SCENARIO(what_it_says_of_itself_is_what_others_act_on),
+		SCENARIO(its_answers_are_those_that_libraries_act_on),
 		SCENARIO(failures_have_an_errno),
 		SCENARIO(lazy_by_name_waits_for_the_fork),
 		SCENARIO(one_release_too_many_changes_nothing),
-		SCENARIO(only_what_was_registered_is_released),
+		SCENARIO(only_registered_ranges_are_released),
 		SCENARIO(an_end_may_move_to_the_end_of_its_page),
 		SCENARIO(memory_mapped_anew_is_marked_anew),
 		SCENARIO_HUGE(huge_pages_go_whole_and_come_back),
-		SCENARIO(what_is_registered_here_counts_once),
+		SCENARIO(a_range_registered_by_both_apis_counts_once),
 		SCENARIO(a_child_begins_with_none),
-		SCENARIO(a_child_does_not_pay_for_what_its_parent_has),
+		SCENARIO(a_child_does_not_pay_for_its_parent_s_ranges),
 		SCENARIO(any_ranges_in_any_order),
 		SCENARIO(thousands_are_found_again),
 		SCENARIO(a_failure_changes_nothing),

@@ -358,6 +358,59 @@ static void nothing_is_changed_while_the_loader_is_at_work(void)
 }
 #endif
 
+#if defined(__x86_64__)
+/* Another is loaded, so all are looked at again. */
+static void a_patched_library_stays_patched(void)
+{
+	struct rf_library found[2];
+	struct rf_error error;
+
+	check_start(RF_MODE_EAGER);
+	load("direct", RTLD_NOW);
+	CHECK(rf_intercept(&error) == 1);
+	check_whole(true);
+	load("slots", RTLD_NOW);
+	CHECK(rf_intercept(&error) == 2, "%s", error.text);
+	CHECK(rf_libraries(found, 2) == 2);
+	CHECK(found[0].how == RF_LIBRARY_PATCHED && found[1].how == RF_LIBRARY_REWRITTEN);
+	check_whole(true);
+}
+#endif
+
+/* ---- What is told ---- */
+
+static void each_refusal_has_its_own_reason(void)
+{
+	uint8_t why, other;
+
+	CHECK(!rf_library_why_text(RF_WHY_NONE));
+	for (why = RF_WHY_TRACKS; why <= RF_WHY_FORBIDDEN; why++)
+		for (other = RF_WHY_TRACKS; other < why; other++)
+			CHECK(strcmp(rf_library_why_text(why), rf_library_why_text(other)) != 0);
+}
+
+/* The table ends with its mapping, so that a read too far is a fault. */
+static void a_name_behind_the_table_is_none(void)
+{
+	char *page = check_map(1);
+	const rf_elf_entry entry = { .d_tag = DT_NEEDED, .d_un.d_val = 4 };
+	struct rf_elf object = { .dynamic = &entry, .entry_count = 1, .string_bytes = 4 };
+
+	object.strings = page + check_page - 4;
+	memcpy(page + check_page - 4, "abc", 4);
+	CHECK(rf_elf_needs(&object, "") && !rf_elf_needs(&object, "abc"));
+}
+
+/* Not as it was called: that may be relative to another folder by now. */
+static void the_program_has_its_whole_path(void)
+{
+	char path[4096], expected[4096] = "";
+
+	CHECK(readlink("/proc/self/exe", expected, sizeof(expected) - 1) > 0);
+	rf_elf_path("", path, sizeof(path));
+	CHECK(!strcmp(path, expected), "%s", path);
+}
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
@@ -367,6 +420,12 @@ int main(int argc, char **argv)
 		SCENARIO(an_object_begins_with_its_first_segment),
 		SCENARIO(another_thread_loads_and_unloads_one),
 		SCENARIO(a_fork_waits_while_it_is_switched_on),
+#if defined(__x86_64__)
+		SCENARIO(a_patched_library_stays_patched),
+#endif
+		SCENARIO(each_refusal_has_its_own_reason),
+		SCENARIO(a_name_behind_the_table_is_none),
+		SCENARIO(the_program_has_its_whole_path),
 #if defined(__GLIBC__)
 		SCENARIO(nothing_is_changed_while_the_loader_is_at_work),
 #endif

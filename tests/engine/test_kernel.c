@@ -73,7 +73,7 @@ static void information_is_this_kernels(void)
 }
 
 /* Each call fails once. What cannot be found out is taken for absent, never for there. */
-static void what_cannot_be_asked_is_not_claimed(void)
+static void a_refused_question_claims_nothing(void)
 {
 	struct rf_kernel kernel;
 	unsigned long nth;
@@ -114,7 +114,7 @@ static unsigned int version(void)
 }
 
 /* Distributions may have ported either behaviour to the versions left out. */
-static void probes_show_what_the_kernel_looks_at(void)
+static void probes_show_how_the_kernel_copies(void)
 {
 	unsigned int round;
 
@@ -174,7 +174,7 @@ static unsigned int count_descriptors(void)
 	return count;
 }
 
-static void nobody_notices_the_probes(void)
+static void the_program_does_not_notice_the_probes(void)
 {
 	static void (*const actions[])(int) = { count_signal, SIG_IGN, SIG_DFL };
 	unsigned int descriptors = count_descriptors(), round;
@@ -303,10 +303,10 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(versions_are_read),
 		SCENARIO(information_is_this_kernels),
-		SCENARIO(what_cannot_be_asked_is_not_claimed),
-		SCENARIO(probes_show_what_the_kernel_looks_at),
+		SCENARIO(a_refused_question_claims_nothing),
+		SCENARIO(probes_show_how_the_kernel_copies),
 		SCENARIO(the_first_probe_does_not_mind_forks_of_others),
-		SCENARIO(nobody_notices_the_probes),
+		SCENARIO(the_program_does_not_notice_the_probes),
 		SCENARIO(no_thread_ends_in_a_probe),
 		SCENARIO(trust_follows_from_version_or_behaviour),
 		SCENARIO(without_an_answer_the_version_decides),

@@ -76,6 +76,30 @@ static void a_jump_is_put_there_and_taken_away(void)
 	}
 }
 
+/* The pages where the jump's address could be, on one side of the code. */
+static void occupy(bool above)
+{
+	const uintptr_t step = 1 << 20, start = (uintptr_t)plain_function & ~(step - 1);
+	uintptr_t distance, at;
+
+	for (distance = step; distance < 1 << 30; distance += step) {
+		at = above ? start + distance : start - distance;
+		(void)rf_sys_map_at(at, check_page, PROT_NONE);
+	}
+}
+
+static void a_page_below_the_code_will_do(void)
+{
+	occupy(true);
+	check_there_and_back(plain_function, 1);
+}
+
+static void a_page_above_the_code_will_do(void)
+{
+	occupy(false);
+	check_there_and_back(plain_function, 1);
+}
+
 static void other_code_is_not_touched(void)
 {
 	int (*const others[])(void) = { other_function, one_function };
@@ -133,6 +157,8 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 #if defined(__x86_64__)
 		SCENARIO(a_jump_is_put_there_and_taken_away),
+		SCENARIO(a_page_below_the_code_will_do),
+		SCENARIO(a_page_above_the_code_will_do),
 		SCENARIO(other_code_is_not_touched),
 		SCENARIO(a_failure_changes_nothing),
 #else

@@ -207,7 +207,7 @@ static void a_hole_is_not_wiped(void)
 	check_empty();
 }
 
-static void a_child_reads_what_is_kept(void)
+static void a_child_reads_kept_pages(void)
 {
 	char *memory = check_map(4), *shared = check_map_shared(1);
 	struct rf_handle handle, other;
@@ -334,7 +334,7 @@ static void wiping_keeps_to_the_budget(void)
 	for (i = 0; i < 32; i++)
 		handles[i] = take(memory + 2 * i * check_page, check_page,
 				  i < 4 ? RF_OMIT : RF_WIPE);
-	CHECK(rf_stats(&stats) == 0 && stats.marked_ranges == 10 && stats.left_ranges == 22);
+	CHECK(rf_stats(&stats) == 0 && stats.marked_ranges == 10 && stats.unmarked_ranges == 22);
 	CHECK(child_finds(memory) == -1 && child_finds(memory + 8 * check_page) == 0);
 	/* What is beyond it is left to the kernel, which copies. */
 	CHECK(child_finds(memory + 62 * check_page) == 7);
@@ -395,7 +395,7 @@ static void a_mark_that_waits_is_unmarked_in_a_child(void)
 	check_fork();
 	check_use_up_vmas(0);
 	check_release(handles[1]);
-	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 8 * check_page);
+	CHECK(rf_stats(&stats) == 0 && stats.still_marked_bytes == 8 * check_page);
 	check_give_back_vmas();
 	/* No handler tries again. */
 	pid = (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL);
@@ -407,7 +407,7 @@ static void a_mark_that_waits_is_unmarked_in_a_child(void)
 	}
 	CHECK(check_wait(pid) == 0);
 	check_fork();
-	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 0);
+	CHECK(rf_stats(&stats) == 0 && stats.still_marked_bytes == 0);
 	/* From then on it is not this engine's, whoever marks it. */
 	CHECK(!madvise(memory + 8 * check_page, 8 * check_page, MADV_WIPEONFORK));
 	pid = fork();
@@ -489,7 +489,7 @@ static void zeros_are_a_child_s_own_before_the_next_list_is_made(void)
 }
 
 /* Nothing can be shown to a child, which would not know that its children lose its bytes. */
-static void without_memory_a_child_keeps_what_it_writes(void)
+static void without_memory_a_child_keeps_its_own_writes(void)
 {
 	const struct rlimit none = { 0, RLIM_INFINITY }, any = { RLIM_INFINITY, RLIM_INFINITY };
 	char *memory = check_map(2);
@@ -591,7 +591,7 @@ int main(int argc, char **argv)
 		SCENARIO_HUGE(huge_pages_are_wiped_eager),
 		SCENARIO(shared_memory_stays_shared),
 		SCENARIO(a_hole_is_not_wiped),
-		SCENARIO(a_child_reads_what_is_kept),
+		SCENARIO(a_child_reads_kept_pages),
 		SCENARIO(nothing_private_is_kept_where_copying_is_not_trusted),
 		SCENARIO(omit_comes_before_wipe_before_keep),
 		SCENARIO(a_failure_changes_nothing),
@@ -599,7 +599,7 @@ int main(int argc, char **argv)
 		SCENARIO(zeros_are_a_child_s_own_before_the_next_list_is_made),
 		SCENARIO(zeros_are_a_child_s_own_whatever_fails),
 		SCENARIO(a_child_starts_from_nothing),
-		SCENARIO(without_memory_a_child_keeps_what_it_writes),
+		SCENARIO(without_memory_a_child_keeps_its_own_writes),
 		SCENARIO(children_unmark_any_number_of_them),
 		SCENARIO(a_mark_that_waits_is_unmarked_in_a_child),
 		SCENARIO(a_child_at_the_kernels_limit_unmarks_them_together),

@@ -297,7 +297,7 @@ static void a_small_reservation_forgets_no_one(void)
 		sub_one(many - 1, false);
 		CHECK(!ranges.count);
 		if (round == 10)
-			rf_ranges_clear(&ranges);
+			rf_ranges_clear(&ranges, false);
 	}
 }
 

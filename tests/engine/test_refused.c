@@ -196,6 +196,20 @@ static void no_child_keeps_a_pipe_of_another_thread(void)
 	CHECK(open_descriptors() == before + 2);
 }
 
+/* ---- Waiting ---- */
+
+/* Not a loop that takes a core until the lock is free. */
+static void a_wait_that_is_refused_sleeps(void)
+{
+	struct rf_lock taken = { .word = UINT64_MAX };
+	uint64_t began;
+
+	check_refuse(SYS_futex, EPERM);
+	began = rf_sys_now();
+	CHECK(!rf_lock_wait(&taken));
+	CHECK(rf_sys_now() - began >= 1000000);
+}
+
 /* ---- Asking ---- */
 
 /* Shared memory stays, private memory leaves, and what is not registered stays. */
@@ -285,7 +299,7 @@ static void asking_maps_no_huge_page(void)
 	CHECK(check_vmas() == before);
 }
 
-static void what_is_shared_is_known_without_proc(void)
+static void shared_memory_is_known_without_proc(void)
 {
 	char *memory = check_map(4), *shared = check_map_shared(4);
 	size_t before = check_vmas();
@@ -308,9 +322,10 @@ int main(int argc, char **argv)
 		SCENARIO(a_copy_answers_the_same_where_it_is_refused),
 		SCENARIO(without_descriptors_a_copy_is_refused),
 		SCENARIO(no_child_keeps_a_pipe_of_another_thread),
+		SCENARIO(a_wait_that_is_refused_sleeps),
 		SCENARIO(shared_memory_stays_where_ioctl_is_refused),
 		SCENARIO(shared_memory_stays_without_proc),
-		SCENARIO(what_is_shared_is_known_without_proc),
+		SCENARIO(shared_memory_is_known_without_proc),
 		SCENARIO_HUGE(asking_maps_no_huge_page),
 	};
 

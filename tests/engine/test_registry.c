@@ -93,7 +93,7 @@ static void random_operations_agree_with_the_model(void)
 		}
 		if (op % 50000 == 49999) {
 			/* A child: all that lived is inherited, and so is what was dead. */
-			rf_registry_clear(&registry);
+			rf_registry_clear(&registry, false);
 			for (; live_count; live_count--)
 				dead[dead_count++ % DEAD] = live[live_count - 1].handle;
 			check_handles();
@@ -143,7 +143,7 @@ static void bytes_are_counted_in_whole_pages(void)
 	rf_registry_put(&registry, index);
 	CHECK(registry.page_bytes == page);
 	rf_registry_check(&registry);
-	rf_registry_clear(&registry);
+	rf_registry_clear(&registry, false);
 	CHECK(registry.page_bytes == 0);
 }
 

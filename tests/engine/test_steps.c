@@ -28,8 +28,17 @@ int ibv_dofork_range(void *base, size_t size);
 
 /* What is done at each step; true in a child, which is to go on unstepped. */
 static bool (*at_step)(void);
-static unsigned long steps, stride = 1, made_children;
+static unsigned long steps, made_children;
+/* A small $SCALE stops short operations as often: for so many steps near_stride holds. */
+#define NEAR 200
+static unsigned long near_stride = 1, stride = 1;
 static bool in_child;
+
+static bool is_due(void)
+{
+	steps++;
+	return steps % (steps < NEAR ? near_stride : stride) == 0;
+}
 
 static void on_step(int signal, siginfo_t *info, void *context)
 {
@@ -37,7 +46,7 @@ static void on_step(int signal, siginfo_t *info, void *context)
 	int saved = errno;
 
 	(void)signal, (void)info;
-	if (!at_step || (++steps % stride == 0 && at_step()))
+	if (!at_step || (is_due() && at_step()))
 		interrupted->uc_mcontext.gregs[REG_EFL] &= ~TRAP_FLAG;
 	errno = saved;
 }
@@ -204,11 +213,13 @@ static void check_nothing_is_marked(void)
 		      "page %zu stays marked, step %lu", page, steps);
 }
 
-/* Every @usual-th step; all of them if $SCALE asks for more. */
+/* Every @usual-th step; all of them if $SCALE asks for more, fewer if it asks for less. */
 static void set_stride(unsigned long usual)
 {
 	/* Sanitized code has many more instructions than the same on a slow machine. */
-	stride = getenv("SCALE") ? 1 : usual * (CHECK_SLOWNESS > 1 ? 7 : 1);
+	usual *= CHECK_SLOWNESS > 1 ? 7 : 1;
+	near_stride = check_share() > 1 ? 1 : usual;
+	stride = check_share() > 1 ? 1 : (unsigned long)((double)usual / check_share());
 }
 
 static void for_each_operation(void (*run)(size_t))

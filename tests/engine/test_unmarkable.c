@@ -6,6 +6,7 @@
  */
 #define _GNU_SOURCE
 #include "check.h"
+#include "engine.h"
 
 /* The first page of [vvar], which the clock is read from. */
 static char *find_vvar(void)
@@ -47,8 +48,8 @@ static void children_keep_vvar(enum rf_mode mode, unsigned int flags)
 	CHECK(check_child_reads(vvar));
 	register_vvar(vvar, flags);
 	CHECK(rf_stats(&stats) == 0);
-	CHECK(!!(check_flags(vvar) & CHECK_DC) == (stats.unreleased_bytes == check_page));
-	CHECK(stats.unreleased_bytes || check_child_reads(vvar));
+	CHECK(!!(check_flags(vvar) & CHECK_DC) == (stats.still_marked_bytes == check_page));
+	CHECK(stats.still_marked_bytes || check_child_reads(vvar));
 }
 
 static void vvar_released_is_there_in_children_or_told_lazily(void)
@@ -84,7 +85,7 @@ static void a_mark_that_stays_is_given_up(void)
 	CHECK(after.madvise_calls - before.madvise_calls <= (stay ? 300 : 200), "%lu calls",
 	      (unsigned long)(after.madvise_calls - before.madvise_calls));
 	/* It is told as long as it is so. */
-	CHECK((after.unreleased_bytes > 0) == !!(check_flags(vvar) & CHECK_DC));
+	CHECK((after.still_marked_bytes > 0) == !!(check_flags(vvar) & CHECK_DC));
 }
 
 /* Nothing but huge pages may be marked and unmarked after this. */
@@ -92,6 +93,24 @@ static void unmark_no_huge_page(void)
 {
 	if (!check_marks_stay())
 		check_refuse_advice(MADV_DOFORK, EINVAL);
+}
+
+static void huge_pages_that_stay_marked_are_given_up(void)
+{
+	char *huge = check_map_huge_any(1, MAP_PRIVATE);
+	const struct rf_ranges *ranges = &rf_engine.tracker.ranges;
+	const struct rf_range *range;
+	unsigned int i;
+
+	unmark_no_huge_page();
+	check_start(RF_MODE_EAGER);
+	check_release(check_register(huge, CHECK_HUGE, RF_HELD));
+	range = rf_ranges_find(ranges, (uintptr_t)huge);
+	CHECK(range && range->flags & RF_RANGE_RETRY);
+	for (i = 0; i < RF_RANGE_TRIES; i++)
+		check_fork();
+	range = rf_ranges_find(ranges, (uintptr_t)huge);
+	CHECK(range && range->flags & RF_RANGE_STUCK);
 }
 
 static bool child_reads_huge(const char *huge)
@@ -120,8 +139,8 @@ static void released_huge_pages_are_told(enum rf_mode mode)
 	check_release(whole);
 	check_release(part);
 	check_fork();
-	CHECK(rf_stats(&stats) == 0 && stats.unreleased_bytes == 2 * CHECK_HUGE, "%lu",
-	      (unsigned long)stats.unreleased_bytes);
+	CHECK(rf_stats(&stats) == 0 && stats.still_marked_bytes == 2 * CHECK_HUGE, "%lu",
+	      (unsigned long)stats.still_marked_bytes);
 	CHECK(!check_child_reads(huge) && child_reads_huge(huge + 2 * CHECK_HUGE));
 	/* What was never registered is not lost. */
 	CHECK(child_reads_huge(huge + CHECK_HUGE));
@@ -134,8 +153,8 @@ static void released_huge_pages_are_told(enum rf_mode mode)
 	check_release(check_register(other, CHECK_HUGE, RF_HELD));
 	check_fork();
 	CHECK(rf_stats(&stats) == 0);
-	CHECK(stats.unreleased_bytes == (mode == RF_MODE_LAZY ? 0 : CHECK_HUGE), "%lu",
-	      (unsigned long)stats.unreleased_bytes);
+	CHECK(stats.still_marked_bytes == (mode == RF_MODE_LAZY ? 0 : CHECK_HUGE), "%lu",
+	      (unsigned long)stats.still_marked_bytes);
 }
 
 static void released_huge_pages_are_told_lazily(void)
@@ -174,6 +193,7 @@ int main(int argc, char **argv)
 		SCENARIO(vvar_released_is_there_in_children_or_told_lazily),
 		SCENARIO(vvar_released_is_there_in_children_or_told_eagerly),
 		SCENARIO(a_mark_that_stays_is_given_up),
+		SCENARIO_HUGE(huge_pages_that_stay_marked_are_given_up),
 		SCENARIO_HUGE(released_huge_pages_are_told_lazily),
 		SCENARIO_HUGE(released_huge_pages_are_told_eagerly),
 		SCENARIO_HUGE(children_keep_shared_huge_pages),

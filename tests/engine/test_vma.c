@@ -182,6 +182,14 @@ static void text_and_query_agree(void)
 	compare_everywhere();
 }
 
+static void descriptor_0_is_one_like_others(void)
+{
+	/* A program that has closed its standard input: /proc is opened in its place. */
+	CHECK(close(0) == 0);
+	compare_everywhere();
+	CHECK(close(0) == -1);
+}
+
 static void huge_pages_are_known(void)
 {
 	char *private = check_map_huge_any(2, MAP_PRIVATE);
@@ -189,6 +197,8 @@ static void huge_pages_are_known(void)
 	struct rf_vma vma;
 
 	open_both();
+	/* The file that is opened for a page's size may be descriptor 0. */
+	CHECK(close(0) == 0);
 	CHECK(rf_vma_find(&by_text, (uintptr_t)private + 5, &vma) == 0 && vma.shift == 21);
 	CHECK(rf_vma_find(&by_query, (uintptr_t)private + 5, &vma) == 0 && vma.shift == 21);
 	CHECK(rf_vma_find(&by_query, (uintptr_t)shared, &vma) == 0 && vma.shared);
@@ -267,6 +277,7 @@ int main(int argc, char **argv)
 		SCENARIO(lines_are_parsed),
 		SCENARIO(garbage_is_survived),
 		SCENARIO(text_and_query_agree),
+		SCENARIO(descriptor_0_is_one_like_others),
 		SCENARIO_HUGE(huge_pages_are_known),
 		SCENARIO(a_long_path_is_no_mapping),
 		SCENARIO(rounds_share_their_answers),

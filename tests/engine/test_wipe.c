@@ -196,19 +196,25 @@ static void protections_are_kept(void)
 
 /* ---- Limits ---- */
 
-/* All that is counted against RLIMIT_DATA. */
-static unsigned long data_bytes(void)
+/* The number that a line of /proc gives in KiB. */
+static unsigned long proc_kib(const char *path, const char *format)
 {
-	FILE *status = fopen("/proc/self/status", "re");
+	FILE *file = fopen(path, "re");
 	unsigned long kib = 0;
 	char line[256];
 
-	CHECK(status);
-	while (fgets(line, sizeof(line), status))
-		if (sscanf(line, "VmData: %lu kB", &kib) == 1)
+	CHECK(file, "%s: %s", path, strerror(errno));
+	while (fgets(line, sizeof(line), file))
+		if (sscanf(line, format, &kib) == 1)
 			break;
-	fclose(status);
-	return kib << 10;
+	fclose(file);
+	return kib;
+}
+
+/* All that is counted against RLIMIT_DATA. */
+static unsigned long data_bytes(void)
+{
+	return proc_kib("/proc/self/status", "VmData: %lu kB") << 10;
 }
 
 static void set_data_limit(unsigned long nbytes)
@@ -348,16 +354,7 @@ static void put_number(const char *path, unsigned long number)
 
 static unsigned long committed_kib(void)
 {
-	FILE *info = fopen("/proc/meminfo", "re");
-	unsigned long kib = 0;
-	char line[256];
-
-	CHECK(info);
-	while (fgets(line, sizeof(line), info))
-		if (sscanf(line, "Committed_AS: %lu kB", &kib) == 1)
-			break;
-	fclose(info);
-	return kib;
+	return proc_kib("/proc/meminfo", "Committed_AS: %lu kB");
 }
 
 #define OVERCOMMIT "/proc/sys/vm/overcommit_"
@@ -502,7 +499,7 @@ __attribute__((constructor(102))) static void install_release(void)
 	pthread_atfork(release_in_window, NULL, NULL);
 }
 
-static void what_a_release_leaves_is_not_told(void)
+static void marks_left_by_a_release_are_not_told(void)
 {
 	char *file = map_file(4, PROT_READ | PROT_WRITE);
 
@@ -583,7 +580,7 @@ static void served_memory_is_wiped(void)
 }
 
 /* Who asked to serve children too decides what is there; fork() does not hang. */
-static void who_serves_children_decides(void)
+static void a_userfaultfd_that_serves_children_decides(void)
 {
 	char *memory = map_served(8, UFFD_FEATURE_EVENT_FORK);
 	struct rf_handle handle;
@@ -610,9 +607,9 @@ int main(int argc, char **argv)
 		SCENARIO_HUGE(nothing_is_overcommitted),
 		SCENARIO(an_occupied_page_is_told),
 		SCENARIO_HUGE(an_occupied_copy_is_told),
-		SCENARIO(what_a_release_leaves_is_not_told),
+		SCENARIO(marks_left_by_a_release_are_not_told),
 		SCENARIO(served_memory_is_wiped),
-		SCENARIO(who_serves_children_decides),
+		SCENARIO(a_userfaultfd_that_serves_children_decides),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

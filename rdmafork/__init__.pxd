@@ -46,6 +46,7 @@ cdef extern from "rdmafork.h" nogil:
         RF_CAUSE_SHARED_PAGE
         RF_CAUSE_LIBRARY
         RF_CAUSE_UNKNOWN_MODE
+        RF_CAUSE_FLAGS
 
     struct rf_error:
         rf_cause cause
@@ -131,13 +132,13 @@ cdef extern from "rdmafork.h" nogil:
         uint64_t marked_bytes
         uint64_t vmas
         uint64_t vma_budget
-        uint64_t left_ranges
-        uint64_t left_bytes
-        uint64_t unreleased_bytes
+        uint64_t unmarked_ranges
+        uint64_t unmarked_bytes
+        uint64_t still_marked_bytes
         uint64_t madvise_calls
         uint64_t query_calls
         uint64_t forks
-        uint64_t forks_unprepared
+        uint64_t forks_unmarked
         uint64_t engine_bytes
         uint64_t ibv_ranges
         uint64_t ibv_calls

@@ -1,4 +1,4 @@
-"""fork() with RDMA-registered memory: safe and cheap, at no cost per registration.
+"""fork() with RDMA-registered memory: safe and cheap.
 
     import rdmafork
 
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from rdmafork.devices import Transport as Transport
     from rdmafork.devices import get_device_list
 
-# What help(rdmafork) goes into: the classes have pages of their own.
+# help(rdmafork) goes into these: the classes have pages of their own.
 __all__ = [
     "fork_init",
     "register",

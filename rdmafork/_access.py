@@ -1,4 +1,4 @@
-"""What a device may do with memory, and why it was refused some."""
+"""The access a device may have to memory, and why memory was refused it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def access_text(flags: int) -> str:
 
 
 def refusal(error: int, start: int, nbytes: int, flags: int, place: str) -> OSError:
-    """The OSError for what the device refused: the range, the access, the likely cause."""
+    """The OSError for a region the device refused: the range, the access, the likely cause."""
     end = start + nbytes
     if error == errno.ENOMEM:
         cause = memory_cause(nbytes)
@@ -67,7 +67,7 @@ def memory_cause(nbytes: int) -> str:
     if limit == resource.RLIM_INFINITY or pinned + nbytes <= limit:
         return "the kernel or the device is out of memory for it: register less at once"
     return (
-        f"RLIMIT_MEMLOCK allows this process {limit} pinned bytes and {pinned} are; raise it: "
+        f"RLIMIT_MEMLOCK allows this process {limit} pinned bytes, {pinned} are pinned; raise it: "
         f"ulimit -l, LimitMEMLOCK= of its systemd unit, memlock in limits.conf"
     )
 

@@ -6,13 +6,13 @@ One reservation of address space: a guard, the pages, a guard.
     base        start                    start + whole pages     base + span
      | PROT_NONE |  nbytes ......... tail |  PROT_NONE            |
 
-Guards are a page, and what alignment left over, which costs nothing but address
+Guards are a page, and the rest that alignment left, which costs nothing but address
 space. So nothing else shares the mapping in the middle, and marking it for fork()
 splits none: three VMAs, of which neighbouring Buffers share the guards' (one more
 Buffer beside another: two).
 
-Shared pages are those of a memfd, which nobody can shrink: what is mapped of it never
-faults, in whatever process.
+Shared pages are those of a memfd that cannot shrink: access to them never
+faults, in any process.
 """
 
 cimport cython
@@ -74,7 +74,7 @@ cdef extern from "<sys/vfs.h>" nogil:
     #define HUGETLBFS 0x958458f6 /* HUGETLBFS_MAGIC of linux/magic.h */
     #define LASTING_SIZE (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
-    /* The size of a memfd that nobody can shrink, and of its pages; else 0. */
+    /* The size of a memfd that cannot shrink, and of its pages; else 0. */
     static size_t lasting_size(int fd, size_t *page)
     {
         struct statfs system;
@@ -120,7 +120,7 @@ cdef extern from *:
         __atomic_sub_fetch(exports, 1, __ATOMIC_RELEASE);
     }
 
-    /* 0: done. Else nothing has changed, and that is what it is. */
+    /* 0: done. Else nothing has changed, and this is the errno. */
     static Py_ssize_t end_exports(Py_ssize_t *exports)
     {
         Py_ssize_t none = 0;
@@ -221,7 +221,7 @@ cdef class Buffer(Registration):
             if page_size is None:
                 advice = MADV_HUGEPAGE
                 alignment = LARGE
-        # What is mapped from here on is this process's to unmap.
+        # Mappings from here on are this process's to unmap.
         self.slot.generation = rf_generation()
         with nogil:
             if self.shared:
@@ -328,7 +328,7 @@ cdef class Buffer(Registration):
         exports = end_exports(&self.exports)
         if exports > 0:
             raise BufferError(
-                f"cannot close {self!r} while views of it are exported ({exports} are); "
+                f"cannot close {self!r} while views of it are exported, {exports} now; "
                 f"delete or close the arrays, memoryviews and registrations made of it")
         if exports < 0:
             return  # another thread closes it
@@ -396,7 +396,7 @@ cdef void close_file(Buffer self) noexcept nogil:
     self.fd = -1
 
 
-# ---- Mapping: 0 or the errno; __dealloc__ unmaps what is reserved then --------------------
+# ---- Mapping: 0 or the errno; __dealloc__ then unmaps the reservation --------------------
 
 cdef int reserve(Buffer self, size_t size, size_t alignment) noexcept nogil:
     cdef size_t span = size + alignment + PAGE
@@ -419,10 +419,10 @@ cdef int map_pages(Buffer self, size_t size, size_t alignment) noexcept nogil:
 
 
 cdef int map_into_hole(Buffer self, size_t size, size_t alignment, int flags) noexcept nogil:
-    """Into a hole made for it in the reservation, by which nobody else's is replaced.
+    """Into a hole made for it in the reservation, so that no other mapping is replaced.
 
     Mapped over it, a refusal may leave it as it was or leave a hole, and into that
-    another thread maps: who would know then what to unmap?
+    another thread maps: then no caller would know which to unmap.
     """
     cdef uintptr_t end
     cdef void *mapped
@@ -448,7 +448,7 @@ cdef int map_into_hole(Buffer self, size_t size, size_t alignment, int flags) no
 
 
 cdef int open_file(Buffer self, size_t nbytes, size_t size, int attached) noexcept nogil:
-    """self.fd, of memory that stays as long as it is: nobody who maps it is to fault."""
+    """self.fd, of memory that keeps its size: a process that maps it must not fault."""
     cdef unsigned int flags = MFD_CLOEXEC | MFD_ALLOW_SEALING
     if attached >= 0:
         self.fd = fcntl(attached, F_DUPFD_CLOEXEC, 3)
@@ -464,7 +464,7 @@ cdef int open_file(Buffer self, size_t nbytes, size_t size, int attached) noexce
     return errno if fcntl(self.fd, F_ADD_SEALS, LASTING_SIZE) else 0
 
 
-# ---- Arguments, and what to say of them --------------------------------------------------
+# ---- Arguments, and the errors for them --------------------------------------------------
 
 cdef size_t page_size_of(object page_size) except 0:
     if page_size is None:
@@ -485,7 +485,7 @@ cdef Py_ssize_t length_of(object nbytes, size_t page) except 0:
     nbytes = index(nbytes)
     if nbytes <= 0:
         raise ValueError(f"a Buffer has at least one byte, not {nbytes}")
-    # Rounding up, and what comes around it, must not wrap either.
+    # Rounding up, and adding guards, must not wrap either.
     if nbytes > SSIZE_MAX - 4 * (page + LARGE):
         raise OverflowError(f"a Buffer of {nbytes} bytes is larger than the address space")
     return nbytes
@@ -499,7 +499,7 @@ cdef str readable(size_t nbytes):
 
 
 cdef object refusal(int error, object nbytes, size_t size, size_t page):
-    """The OSError for what could not be mapped: how much, the likely cause, the cure."""
+    """The OSError for memory that could not be mapped: how much, the likely cause, the cure."""
     what = f"cannot make a Buffer of {nbytes} bytes"
     if page != PAGE:
         what += f" in pages of {readable(page)}"
@@ -532,8 +532,8 @@ def memory_cause():
         if limit != resource.RLIM_INFINITY:
             return f"{name} allows this process {limit} bytes"
     return (
-        f"more than the kernel grants one process (vm.overcommit_memory), or it has "
-        f"vm.max_map_count ({kernel_info().max_map_count}) mappings already")
+        f"the kernel does not grant one process so much (vm.overcommit_memory), or the process "
+        f"has vm.max_map_count ({kernel_info().max_map_count}) mappings already")
 
 
 def number(path):

@@ -1,8 +1,8 @@
 # cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
-"""Loops in C that time a registration, and what it is compared with.
+"""Loops in C that time a registration and its peers.
 
 The demo, the tests and the benchmarks stand on this module. Loops run without the GIL, so that
-threads can run them at once. What hold() registers stays so as long as the process lives.
+threads can run them at once. Memory that hold() registers stays so as long as the process lives.
 """
 
 import errno

@@ -1,4 +1,4 @@
-# What a registration is to the modules that make other kinds of it.
+# A registration, for the modules that make other kinds of it.
 
 from libc.stdint cimport uintptr_t
 
@@ -7,7 +7,7 @@ from rdmafork cimport rf_error, rf_handle, rf_policy
 
 cdef extern from *:
     """
-    /* Of what is written under a lock, and read without it. */
+    /* For fields written under a lock and read without it. */
     #define FLAG_IS_SET(flag) __atomic_load_n(flag, __ATOMIC_ACQUIRE)
     #define SET_FLAG(flag, value) __atomic_store_n(flag, value, __ATOMIC_RELEASE)
     #define CLEAR_FLAG(flag) __atomic_exchange_n(flag, 0, __ATOMIC_ACQ_REL)
@@ -21,7 +21,7 @@ cdef extern from *:
 
 cdef class Registration:
     cdef Py_buffer view      # .obj NULL: the memory is held by owner instead
-    cdef object owner        # or nobody
+    cdef object owner        # or None
     cdef rf_handle slot
     cdef uintptr_t start
     cdef size_t length
@@ -35,12 +35,12 @@ cdef int hold(Registration self, object buffer) except -1
 cdef int let_go(Registration self, bint inherited) except -1
 # Leave it registered and held for ever: a device may still write to it.
 cdef int abandon(Registration self) except -1
-# Register what is held with the engine, and give that back: -ECHILD if it is the parent's.
+# Register held memory with the engine, and give that back: -ECHILD if it is the parent's.
 cdef int protect(Registration self, unsigned int flags, rf_policy policy) except -1
 cdef int unprotect(Registration self) except? -1
 # ValueError when it is closed, InheritedError in a child that does not share the memory.
 cdef int check_usable(Registration self) except -1
 # An rf_policy.
 cdef int policy_of(object on_fork) except -1
-# The exception for what the engine refused.
+# The exception for a call the engine refused.
 cdef object failure(int rc, rf_error *error)

@@ -8,7 +8,7 @@ much again as the lock of the engine.
 Locking: everything shared between threads is the engine's, in C, under its own
 lock. That lock is never waited for with the GIL held: calls are made with
 RF_NOWAIT first, and again without the GIL when they would wait or enter the
-kernel. What belongs to one Registration is guarded by its critical section; that
+kernel. The state of one Registration is guarded by its critical section; that
 ends where the thread waits, so nothing is read before a wait and used after it.
 A child enters none of an inherited object: without the GIL its lock may have been
 handed to a thread that the child does not have.
@@ -34,7 +34,7 @@ import warnings
 from mmap import mmap
 from operator import index
 
-# What they answer comes with them: typing and enum take longer to import than all the rest.
+# Their results are loaded with them: typing and enum take longer to import than all the rest.
 from rdmafork._errors import InheritedError, SharedPageWarning, UnprotectedWarning
 
 cdef extern from "stdlib.h":
@@ -45,7 +45,7 @@ cdef extern from "errno.h":
     enum: EDEADLK
 
 cdef extern from "Python.h":
-    # Without Cython's exception check, which here would cost what a registration does.
+    # Without Cython's exception check, which here would cost as much as a registration.
     int get_buffer "PyObject_GetBuffer"(object exporter, Py_buffer *view, int flags)
 
 cdef extern from *:
@@ -217,7 +217,7 @@ cdef int abandon(Registration self) except -1:
 cdef bint is_absent(Registration self):
     """May the allocator hand out pages again that this child does not have?
 
-    What is freed here goes back to malloc(), unless it is unmapped, as an mmap is.
+    Memory freed here goes back to malloc(), unless it is unmapped, as an mmap is.
     """
     if not self.is_protected or self.policy != RF_OMIT:
         return False
@@ -362,7 +362,7 @@ cdef int take_tensor(Registration self, object tensor) except -1:
 
 cdef int hold(Registration self, object buffer) except -1:
     if get_buffer(buffer, &self.view, PyBUF_SIMPLE) < 0:
-        # A class with __buffer__ may raise what has nothing to do with its memory: Ctrl-C.
+        # A class with __buffer__ may raise an error unrelated to its memory: Ctrl-C.
         if not (PyErr_ExceptionMatches(BufferError) or PyErr_ExceptionMatches(TypeError)
                 or PyErr_ExceptionMatches(ValueError)):
             return -1
@@ -384,7 +384,7 @@ def register(buffer, *, on_fork="omit"):
     on_fork: what a child gets of the pages that the registration fills. "omit":
     nothing, they are not inherited. "wipe": zeros. "keep": a copy, which the kernel makes,
     so fork() is slow. Where registrations overlap, omit wins over wipe, and wipe
-    over keep. Of a page that no single registration fills, the child gets a copy,
+    over keep. The child gets a copy of a page that no single registration fills,
     registered bytes included. Shared memory stays shared.
 
     In lazy mode this makes no system call: the next fork() marks the pages. In
@@ -433,7 +433,7 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
 
 
 def _load_all():
-    # A child waits for ever for what another thread was importing at the fork.
+    # A child waits for ever for a module that another thread was importing at the fork.
     try:
         import rdmafork._results
         import rdmafork.devices
@@ -566,13 +566,13 @@ def stats():
         marked_bytes=numbers.marked_bytes,
         vmas=numbers.vmas,
         vma_budget=numbers.vma_budget,
-        left_ranges=numbers.left_ranges,
-        left_bytes=numbers.left_bytes,
-        unreleased_bytes=numbers.unreleased_bytes,
+        unmarked_ranges=numbers.unmarked_ranges,
+        unmarked_bytes=numbers.unmarked_bytes,
+        still_marked_bytes=numbers.still_marked_bytes,
         madvise_calls=numbers.madvise_calls,
         query_calls=numbers.query_calls,
         forks=numbers.forks,
-        forks_unprepared=numbers.forks_unprepared,
+        forks_unmarked=numbers.forks_unmarked,
         engine_bytes=numbers.engine_bytes,
         ibv_ranges=numbers.ibv_ranges,
         ibv_calls=numbers.ibv_calls,
@@ -626,7 +626,7 @@ def kernel_info():
 
 
 cdef str text_of(int rc, rf_error *error):
-    """The engine's sentence for what a call returned."""
+    """The engine's sentence for a call's result."""
     cdef char text[RF_STRERROR_SIZE]
     return rf_strerror(rc, error, text, sizeof(text)).decode("utf-8", "replace")
 

@@ -1,4 +1,4 @@
-"""What rdmafork raises and warns of."""
+"""The exceptions and warnings of rdmafork."""
 
 
 class InheritedError(RuntimeError):

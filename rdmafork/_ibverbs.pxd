@@ -1,4 +1,4 @@
-# What of libibverbs.so.1 is used: its binary interface, the same since 2005, so that
+# The functions of libibverbs.so.1 in use: its binary interface, the same since 2005, so that
 # neither its headers nor the library itself is needed to build or to import.
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t

@@ -1,7 +1,7 @@
 # cython: language_level=3, binding=False
 """libibverbs.so.1, opened when a device is first used, and the devices it lists.
 
-What of it is called is in _ibverbs.pxd. No call of it is made with the GIL held.
+The functions used are in _ibverbs.pxd. No call of it is made with the GIL held.
 """
 
 cimport cython

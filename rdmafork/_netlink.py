@@ -1,4 +1,4 @@
-"""RDMA netlink: what the kernel says of its devices there and not in sysfs.
+"""RDMA netlink: facts about devices that the kernel tells there and not in sysfs.
 
 Nothing is kept between calls, and a kernel or a sandbox without RDMA netlink answers None.
 Source: include/uapi/rdma/rdma_netlink.h; readable without privilege.

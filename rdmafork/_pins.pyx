@@ -180,7 +180,7 @@ cdef extern from *:
     /*
      * 0: the operation ended, *result is its return value. -EAGAIN, after 0.1 s: not yet.
      * A signal may have come just before, or to another thread, and ends no system call
-     * here. What else has ended, a cancellation, is passed over.
+     * here. Other completions, of a cancellation, are passed over.
      */
     static int pins_ring_wait(struct pins_ring *ring, uint64_t serial, int32_t *result)
     {

@@ -19,13 +19,13 @@ class Problem(NamedTuple):
 
 
 class Uverbs:
-    """What /sys/class/infiniband_verbs says: which devices programs can open, and by what."""
+    """/sys/class/infiniband_verbs: the devices that programs can open, and their nodes."""
 
     def __init__(self, root: str):
         self.loaded = True
         self.entries: dict[str, tuple[str, str]] = {}  # device: its uverbs name and dev
         self.problem: Problem | None = None  # of all devices
-        self.broken: OSError | None = None  # an entry that does not say whose it is
+        self.broken: OSError | None = None  # an entry that names no device
         try:
             with Directory(f"{root}/class/infiniband_verbs") as directory:
                 self._abi(directory)
@@ -90,7 +90,7 @@ def unreadable(error: OSError) -> Problem:
 
 
 def node_problem(path: str, dev: str) -> Problem | None:
-    """What keeps this process from opening a device's node, without opening it."""
+    """The obstacle to opening a device's node, found without opening it."""
     try:
         node = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -129,7 +129,7 @@ def _refused(path: str, node: os.stat_result, dev: str) -> Problem:
     if node.st_mode & mine == mine:
         return Problem(
             errno.EPERM,
-            f"{who}, and yet refused, by the device cgroup or a security module: start the "
+            f"{who}, but the device cgroup or a security module refuses it: start the "
             f"container with --device={path}, or allow the device c {dev} rw",
         )
     rule = 'KERNEL=="uverbs*", GROUP="rdma", MODE="0660"'

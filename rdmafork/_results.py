@@ -1,11 +1,11 @@
-"""What the functions of rdmafork answer."""
+"""The results of rdmafork's functions."""
 
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 
 def fields(cls: type[Any]) -> dict[str, str]:
-    """What the docstring of cls says of each of its fields: "name: text" on lines of its own."""
+    """The sentence for each field in the docstring of cls: "name: text" on lines of its own."""
     said: dict[str, str] = {}
     known = getattr(cls, "__annotations__", {})
     for line in (cls.__doc__ or "").splitlines():
@@ -89,13 +89,13 @@ class Stats(NamedTuple):
     marked_bytes: bytes in them
     vmas: mappings that the marks add, at most
     vma_budget: half of vm.max_map_count: no mark goes beyond it
-    left_ranges: ranges that could be marked, but are copied by the kernel
-    left_bytes: bytes in them
-    unreleased_bytes: released, but the kernel has not unmarked them: children do not inherit them
+    unmarked_ranges: ranges that could be marked, but are copied by the kernel
+    unmarked_bytes: bytes in them
+    still_marked_bytes: released, but the kernel has not unmarked them: children do not inherit them
     madvise_calls: system calls made, since the process began
     query_calls: questions asked of /proc
     forks: through libc, since fork_init()
-    forks_unprepared: besides these, while the engine was busy: nothing new was marked
+    forks_unmarked: besides these, while the engine was busy: nothing new was marked
     engine_bytes: memory the engine's own tables take
     ibv_ranges: live registrations that other code made through ibv_dontfork_range()
     ibv_calls: calls of ibv_dontfork_range() and ibv_dofork_range() that came here
@@ -113,13 +113,13 @@ class Stats(NamedTuple):
     marked_bytes: int
     vmas: int
     vma_budget: int
-    left_ranges: int
-    left_bytes: int
-    unreleased_bytes: int
+    unmarked_ranges: int
+    unmarked_bytes: int
+    still_marked_bytes: int
     madvise_calls: int
     query_calls: int
     forks: int
-    forks_unprepared: int
+    forks_unmarked: int
     engine_bytes: int
     ibv_ranges: int
     ibv_calls: int

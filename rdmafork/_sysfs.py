@@ -18,11 +18,11 @@ _T = TypeVar("_T")
 
 
 class Garbled(OSError):
-    """A file holds what it never should."""
+    """A file's text is not one the kernel writes."""
 
 
 class Directory:
-    """A directory by its descriptor: a new name does not change what is read."""
+    """A directory by its descriptor: it stays the same under a new name."""
 
     def __init__(self, path: str, name: str | None = None, parent: Directory | None = None):
         self.path = path if name is None else f"{path}/{name}"
@@ -50,7 +50,7 @@ class Directory:
         return os.listdir(self.fd)
 
     def key(self) -> tuple[int, int]:
-        """What is the same under all its names."""
+        """Its identity, the same under all its names."""
         status = os.fstat(self.fd)
         return status.st_dev, status.st_ino
 
@@ -64,7 +64,7 @@ class Directory:
             return False
 
     def read(self, name: str, parse: Callable[[str], _T]) -> _T:
-        """What parse makes of a file; OSError names the file and what was wrong with it."""
+        """parse() of a file's text; OSError names the file and the wrong text."""
         path = f"{self.path}/{name}"
         try:
             # A fifo in a made-up tree must not block.
@@ -153,8 +153,8 @@ def variable(name: str) -> str | None:
 
 
 def secure() -> bool:
-    """Set-uid, set-gid, with file capabilities: what the kernel told the loader (AT_SECURE)."""
-    import ctypes  # here, for it is large; /proc/self/auxv is closed to who gave up root
+    """Is it set-uid, set-gid or with file capabilities? The kernel told the loader (AT_SECURE)."""
+    import ctypes  # here, for it is large; /proc/self/auxv is closed after giving up root
 
     getauxval = ctypes.CDLL(None).getauxval
     getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong

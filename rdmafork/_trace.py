@@ -1,4 +1,4 @@
-"""Who forks, in a Python program under `rdmafork exec --trace-forks`: see startup/sitecustomize.py.
+"""Callers of fork() in Python under `rdmafork exec --trace-forks`: see startup/sitecustomize.py.
 
 The engine's report names the C function that called fork(), which for all of Python is one. Here
 each place is told once, on stderr, with its Python stack, before the fork: nothing of Python may
@@ -31,7 +31,7 @@ def _tell() -> None:
         # At once: lines of many processes do not mix.
         os.write(2, text.encode(errors="backslashreplace"))
     except OSError:
-        pass  # nobody is there to be told
+        pass  # stderr is closed
 
 
 def begin() -> None:

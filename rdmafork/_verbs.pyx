@@ -4,13 +4,13 @@
 Nothing of libibverbs is called in a forked child through an object of the parent's,
 and no verbs call is made with the GIL held.
 
-Who closes what: a context knows its protection domains and a domain its regions,
+Closing: a context knows its protection domains and a domain its regions,
 by address alone, and each holds its parent. So a parent that is closed closes its
 children first, and one that is collected has none any more. A child is closed and
 leaves its parent's list in its finalizer, where it may still be referred to anew, and
-never in its __dealloc__, where it may not: what is in the list is an object whose
+never in its __dealloc__, where it may not: an entry of the list is an object whose
 reference take() gets, or one whose finalizer another thread is about to run. Calls
-under way in other threads are counted, and waited for by who closes.
+under way in other threads are counted, and the closing thread waits for them.
 
 A region is registered with the engine before libibverbs sees it. Where the engine
 is libibverbs' own fork support too, it would hear of the region a second time: the
@@ -21,7 +21,7 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.errno cimport EBUSY, EIO, errno
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
-from posix.unistd cimport usleep
+from posix.unistd cimport getpid, usleep
 
 from rdmafork cimport *
 from rdmafork._core cimport Registration, abandon, check_usable, clear_flag, hold, is_set
@@ -87,10 +87,11 @@ cdef struct Link:
 @cython.internal
 @cython.no_gc_clear  # Its children leave it as they are finalized.
 cdef class Parent:
-    """What has children, and is used by several threads while one closes it."""
+    """An object with children, used by several threads while one closes it."""
     cdef Link *children
     cdef Link link          # in its own parent's
     cdef uint32_t generation
+    cdef int pid            # of who made it
     cdef int users          # verbs calls under way on it or a child
     cdef bint open
 
@@ -120,8 +121,8 @@ cdef int check_open(Parent self) except -1:
         raise ValueError(f"the {type(self).__name__} is closed")
     if self.generation != rf_generation():
         raise InheritedError(
-            f"the {type(self).__name__} belongs to the parent process; open the device afresh "
-            f"in this child")
+            f"the {type(self).__name__} was opened before fork() in pid {self.pid}; open the "
+            f"device afresh in this child")
     return 0
 
 
@@ -175,12 +176,12 @@ cdef int close_children(Parent self) except -1:
 
 
 cdef int refuse_to_wait_for_oneself(Parent self, object child) except -1:
-    """What a domain's closing lets go of may have a finalizer that closes the context."""
+    """An object that a domain's closing lets go of may have a finalizer that closes the context."""
     if isinstance(child, ProtectionDomain) and (
             (<ProtectionDomain>child).closing == PyThread_get_thread_ident()):
         raise OSError(
-            EDEADLK, f"{self!r} cannot be closed: this thread is closing {child!r} and has come "
-            f"here from there; close it when that is done")
+            EDEADLK, f"{self!r} cannot be closed: this thread is closing {child!r}; close "
+            f"it when that is done")
     return 0
 
 
@@ -196,7 +197,7 @@ cdef void add_child(Parent self, object child, Link *link) noexcept:
 
 
 cdef void drop_child(Parent self, Link *link) noexcept:
-    # No lock in a child, and nobody there closes an inherited parent's children.
+    # No lock in a child, where no thread closes an inherited parent's children.
     if self.generation != rf_generation():
         return
     with cython.critical_section(self):
@@ -253,6 +254,7 @@ cdef class Context(Parent):
         self.context = open_between_forks(os.fsencode(found.name), found.node_guid)
         self.device = found
         self.generation = rf_generation()
+        self.pid = getpid()
         self.open = True
 
     def __dealloc__(self):
@@ -296,6 +298,7 @@ cdef class Context(Parent):
                 domain.pd = verbs.alloc_pd(self.context)
                 error = errno
             domain.generation = self.generation
+            domain.pid = self.pid
             set_flag(&domain.open, domain.pd != NULL)
         finally:
             if not domain.open:
@@ -303,7 +306,8 @@ cdef class Context(Parent):
             leave(self)
         if not domain.open:
             raise OSError(
-                error, f"no protection domain at {self.device.name}: {os.strerror(error)}")
+                error, f"cannot allocate a protection domain at {self.device.name}: "
+                f"{os.strerror(error)}")
         return domain
 
     def __repr__(self):
@@ -384,7 +388,7 @@ cdef class ProtectionDomain(Parent):
         try:
             self.close()
         except OSError:
-            pass  # Other code has objects in it, and nobody is there to be told.
+            pass  # Other code has objects in it, and no caller can be told.
         finally:
             if self.context is not None:
                 drop_child(self.context, &self.link)
@@ -405,6 +409,7 @@ cdef class ProtectionDomain(Parent):
         self.pd = <ibv_pd *>pd
         self.owner = owner
         self.generation = rf_generation()
+        self.pid = getpid()
         self.open = True
         return self
 

@@ -1,10 +1,10 @@
 """RDMA devices, as the kernel lists them.
 
     /sys/class/infiniband/mlx5_0          the device: node_guid, node_type, ports/1/state, ...
-    /sys/class/infiniband_verbs/uverbs0   its way in for programs; ibdev in it says whose it is
+    /sys/class/infiniband_verbs/uverbs0   its way in for programs; ibdev in it names the device
     /dev/infiniband/uverbs0               what a program opens, with a driver of libibverbs
 
-Devices come, go and change their names while they are read. What is read of one comes through one
+Devices come, go and change their names while they are read. All values of one come through one
 descriptor of its directory, so that it is all of the same device, and a listing during which a
 name changed is made again. Nothing is kept between calls and nothing is to be freed.
 """
@@ -166,7 +166,7 @@ _TRANSPORTS = {
     NodeType.UNSPECIFIED: Transport.UNSPECIFIED,
 }
 
-# ---- what is listed ---------------------------------------------------------------------
+# ---- the results of listing ------------------------------------------------------------
 
 
 class Gid(NamedTuple):
@@ -261,7 +261,7 @@ class Port(_Record):
     def gids(self) -> tuple[Gid, ...]:
         """The GID table without its empty slots.
 
-        OSError names what could not be read; ENODEV: the device or the port is gone."""
+        OSError names the file that could not be read; ENODEV: the device or the port is gone."""
         with self.device._reopen() as device, self._directory(device) as port:
             layer, transport = self._get("link_layer"), self.device._get("transport")
             roce = layer == LinkLayer.ETHERNET and transport == Transport.IB
@@ -566,7 +566,7 @@ def _gid(port: Directory, gids: Directory, index: int, plain: GidType) -> Gid | 
 
 
 def _device(directory: Directory, values: dict[str, object]) -> OSError | None:
-    """Put into values what a device's directory says; the error where that is not enough."""
+    """Put the files of a device's directory into values; the error where they are not enough."""
     failed = None
     for name, parse in (("node_type", enumerated), ("node_guid", guid_number)):
         try:
@@ -655,7 +655,7 @@ class _Listing:
         self.found[key] = Device(values, path, problem.errno if problem else None)
 
     def _complete(self, values: dict[str, object]) -> None:
-        """What only netlink says."""
+        """The values that only netlink has."""
         identity = self.identities.get(str(values["name"]))
         if identity is None or identity.node_guid != values["node_guid"]:
             return
@@ -687,7 +687,7 @@ def _names(path: str) -> list[str]:
 
 def _in_order(device: Device) -> tuple[Any, ...]:
     """The kernel's: by index; without one mlx5_2 before mlx5_10."""
-    # Every second part is a number; what else isdecimal() takes for one is a name's.
+    # Every second part is a number; other digits that isdecimal() accepts belong to a name.
     parts = [int(p) if i % 2 else p for i, p in enumerate(re.split("([0-9]+)", device.name))]
     return device.index is None, device.index or 0, parts
 

@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # Nobody reads on, as with `| head`.
+    except BrokenPipeError:  # The reader has gone, as with `| head`.
         _write_no_more()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""rdmafork config: what a compiler needs to be told, to use the engine from C."""
+"""rdmafork config: the compiler's options for using the engine from C."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ POOL = "/proc/sys/vm/nr_hugepages"
 Report = dict[str, Any]
 
 
-LEAST = 1 << 20  # bytes: less cannot be told from what fork() costs anyway
+LEAST = 1 << 20  # bytes: less disappears in the cost of any fork()
 
 
 def _size(text: str) -> int:
@@ -120,7 +120,7 @@ class Worker:
     )
 
     def __init__(self, **environment: str) -> None:
-        # Settings are what is compared: the caller's would mix with the worker's.
+        # The worker's settings are compared: the caller's must not mix in.
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -137,7 +137,7 @@ class Worker:
         )
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """Raises what the worker met as OSError, and WorkerDied."""
+        """Raises the worker's failure as OSError, and WorkerDied."""
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps({"do": do} | arguments), file=self._process.stdin, flush=True)
@@ -296,7 +296,7 @@ def _hold(report: Report, worker: Worker) -> None:
 def _interleaved_forks(floor: Worker, worker: Worker, rounds: int, base: list[int]) -> list[int]:
     """Forks without the pages (added to base) and with them registered, by turns.
 
-    Both on one CPU, so that what else runs on a busy machine slows both alike; and a ratio
+    Both on one CPU, so that a busy machine slows both alike; and a ratio
     in doubt is looked at for longer.
     """
     cpu = max(os.sched_getaffinity(0))
@@ -359,7 +359,7 @@ def reserved_huge_pages(pages: int) -> Iterator[None]:
             try:
                 yield
             finally:
-                if (machine.number(POOL) or 0) <= pages:  # else somebody has set it meanwhile
+                if (machine.number(POOL) or 0) <= pages:  # else it was set meanwhile
                     os.pwrite(pool.fileno(), b"0", 0)
     finally:
         for number, handler in handlers.items():
@@ -407,7 +407,7 @@ def _fork_with_huge(report: Report, page: int, pool: str) -> dict[str, Any]:
     total = machine.number(f"{pool}/nr_hugepages") or 0
     free = machine.number(f"{pool}/free_hugepages") or 0
     if free < total or machine.number(f"{pool}/resv_hugepages"):
-        # Using up what others may need next is not a demo's business.
+        # A demo must not use up pages that others may need next.
         text = f"other programs use some of the {total} huge pages, and could need the others"
         return {"skipped": text}
     if not free:

@@ -27,7 +27,7 @@ def promises(report: Report) -> list[Promise]:
     fork, huge, clocks = report["fork"], report["huge_pages"], report["register_close"]
     floor = fork["floor"]["child_nbytes"]
     allowed = max(1 << 20, report["size"]["used"] // 100)
-    # What a mode that failed at fork() would have shown is not known.
+    # A mode that failed at fork() has shown nothing.
     modes = {mode: fork[mode] for mode in MODES if "ns" in fork[mode]}
     found = [
         _judge(

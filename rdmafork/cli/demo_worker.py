@@ -86,7 +86,7 @@ def exchange(pins: _pins.Pins, memory: mmap.mmap, step: int) -> dict[str, int]:
 
 
 class Worker:
-    """What can be asked for; a method a request."""
+    """The requests; a method each."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None

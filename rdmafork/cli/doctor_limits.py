@@ -1,4 +1,4 @@
-"""Doctor's rows about what this process may have, by its limits or its container's."""
+"""Doctor's rows about the limits of this process and of its container."""
 
 from __future__ import annotations
 

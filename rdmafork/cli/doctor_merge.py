@@ -1,4 +1,4 @@
-"""What many ranks' doctors found, as one answer: each finding once, with those that have it.
+"""Answers of many ranks' doctors merged into one: each finding once, with its ranks.
 
 Under a launcher `rdmafork doctor --json` prints a short line for each row, and a last one:
 
@@ -40,7 +40,7 @@ Answers = dict[Who, Answer]
 class Merged(NamedTuple):
     head: str
     rows: list[Row]  #: problems first, each with those that have it
-    missing: list[str]  #: sentences about what did not arrive
+    missing: list[str]  #: sentences about missing answers
 
 
 def lines(found: Found, host: str, rank: Rank, counts: dict[str, int]) -> Iterator[str]:
@@ -107,7 +107,7 @@ def _objects(name: str) -> Iterator[Any]:
 
 
 def _take(found: Any, answers: Answers, complete: set[Who]) -> None:
-    """Add a document, a row or a last line. What a rank says again replaces what it said."""
+    """Add a document, a row or a last line. A rank's later answer replaces its earlier one."""
     document = "rows" in found
     launched = found["rank"] or {} if document else found
     rank, size = launched.get("rank"), launched.get("size")
@@ -170,7 +170,7 @@ def _rows(answers: Answers) -> list[Row]:
         if len(well) > COMMON:
             more = f"{counted(len(well) - COMMON, 'more answer')}, all of them OK"
             rows.append(Row(OK, key[1], more))
-        # Numbers may differ from rank to rank: what matters is who has to do what.
+        # Numbers may differ from rank to rank: the cure, and the ranks it is for, matter.
         troubles: dict[tuple[str, str | None], list[tuple[Row, list[Who]]]] = {}
         for row, those in common:
             if row.status != OK:

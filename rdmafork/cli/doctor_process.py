@@ -67,8 +67,7 @@ class Process:
         try:
             mappings = list(_mappings(f"{self.directory}/smaps"))
         except PermissionError:
-            cure = f"sudo rdmafork doctor --pid {self.pid}"
-            yield skipped("memory", "permission denied: the process belongs to another user", cure)
+            yield skipped("memory", "it cannot be read: permission denied", self._as_root())
             return
         except ProcessLookupError:
             yield skipped("memory", "the process has ended")
@@ -106,7 +105,12 @@ class Process:
         except (OSError, NotElf) as error:
             why = error.strerror if isinstance(error, OSError) else error
             text = f"{size(pinned)} is pinned; how much of it is registered cannot be read: {why}"
-            return skipped("cost of a fork()", text, f"sudo rdmafork doctor --pid {self.pid}")
+            return skipped("cost of a fork()", text, self._as_root())
+
+    def _as_root(self) -> str:
+        if os.geteuid():
+            return f"sudo rdmafork doctor --pid {self.pid}"
+        return "look from the host; in a container root needs CAP_SYS_PTRACE to read a process"
 
     def _registered(self, engine: Mapping) -> int:
         """What rf_registered_bytes points to, in the memory of the process."""
@@ -183,8 +187,8 @@ def _marked(mappings: list[Mapping]) -> Row:
     parts = [
         f"{size(sum(m.nbytes for m in group))} {does}, in {counted(len(group), 'mapping')}"
         for group, does in (
-            (absent, "children do not inherit (dc)"),
-            (wiped, "children read as zeros (wf)"),
+            (absent, "that children do not inherit (dc)"),
+            (wiped, "that children read as zeros (wf)"),
         )
         if group
     ]

@@ -55,16 +55,17 @@ examples:
 Every process that ends by exit(), or by returning from main(), writes a report,
 forked children too. A process that ends by a signal or by _exit(), as dash and
 the workers of Python's multiprocessing do, writes none.
-Under a launcher, put rdmafork exec before the program, as above. Put before the
-launcher it knows no rank, and all processes write into one file.
+Under a launcher, put rdmafork exec before the program, as above. Before the
+launcher it would know no rank, and all processes would write into one file.
 
-Memory pinned without calls of a libibverbs.so is not protected: pinned by a
-libibverbs that is linked statically, or by io_uring. The report tells how much.
+Memory that is pinned without calls of a libibverbs.so is not protected: for
+example by a libibverbs that is linked statically, or by io_uring. The report
+says how much that is.
 
 It refuses programs into which no library can be preloaded: static, set-uid and
 set-gid programs, those with file capabilities, and those for another processor
-or C library. It follows #! lines and env. Started by another program they run,
-unprotected. A program built with AddressSanitizer needs its runtime in
+or C library. It follows #! lines and env. If another program starts them, they
+run without rdmafork. A program built with AddressSanitizer needs its runtime in
 LD_PRELOAD, where it stays first.
 
 Exit status: the program's own; 125 wrong usage, or an option that cannot be
@@ -114,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
         return _fail(rank, str(refused), refused.status)
     if rank is None and os.path.basename(command[0]) in launchers.PROGRAMS:
         name = os.path.basename(command[0])
-        text = f"{name} launches other processes; put rdmafork exec behind it, before the program:"
-        _say(rank, f"{text} here it knows no rank, and all of them write into one report")
+        text = f"{name} launches other processes; put rdmafork exec after it, before the program."
+        _say(rank, f"{text} Here it knows no rank, and all processes write into one report")
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))

@@ -26,7 +26,7 @@ examples:
 columns:
   regs       registrations made
   forks      calls of fork() through libc
-  in fork()  the longest time that rdmafork's fork handlers took in one fork()
+  handlers   the longest time that rdmafork's fork handlers took in one fork()
   marked     bytes that children did not inherit, and that were not copied
   unmarked   bytes that the kernel has to copy, registered or pinned without
              a call of libibverbs: slow, and safe only if its copying can be
@@ -42,7 +42,7 @@ library could not be intercepted, or a line could not be read; 2 no reports.
 SHOWN = 20
 _COLUMNS = (
     ("rank", ">"), ("host", "<"), ("pid", ">"), ("program", "<"), ("regs", ">"), ("forks", ">"),
-    ("in fork()", ">"), ("marked", ">"), ("unmarked", ">"),
+    ("handlers", ">"), ("marked", ">"), ("unmarked", ">"),
 )  # fmt: skip
 _NAME = 10  # columns at most for a host, a program
 
@@ -55,8 +55,8 @@ class Totals(NamedTuple):
     registrations: int
     forks: int
     handler_ns: int
-    absent_bytes: int
-    left_bytes: int
+    marked_bytes: int
+    unmarked_bytes: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,8 +146,8 @@ def _cells(process: Process) -> list[str]:
         f"{process.registrations:,}",
         f"{process.forks:,}",
         terminal.milliseconds(process.handler_max_ns),
-        terminal.size(process.absent_bytes),
-        terminal.size(process.left_bytes),
+        terminal.size(process.marked_bytes),
+        terminal.size(process.unmarked_bytes),
     ]
 
 
@@ -164,8 +164,8 @@ def _sentence(totals: Totals) -> str:
         f"{terminal.counted(totals.hosts, 'host')}: "
         f"{terminal.counted(totals.registrations, 'registration')}, "
         f"{terminal.counted(totals.forks, 'fork')} with {terminal.milliseconds(each)} in handlers "
-        f"each; {terminal.size(totals.absent_bytes)} marked, so not inherited and not copied; "
-        f"{terminal.size(totals.left_bytes)} unmarked, so copied by the kernel."
+        f"each; {terminal.size(totals.marked_bytes)} marked: not inherited, not copied; "
+        f"{terminal.size(totals.unmarked_bytes)} unmarked: copied by the kernel."
     )
 
 

@@ -39,8 +39,8 @@ class Process(NamedTuple):
     forks: int
     handler_ns: int  #: in fork handlers, all together
     handler_max_ns: int
-    absent_bytes: int  #: pinned, and absent from children instead of copied
-    left_bytes: int  #: left to the kernel's copying, known here or not
+    marked_bytes: int  #: not inherited by children, so not copied
+    unmarked_bytes: int  #: copied by the kernel, registered here or not
     unbalanced: int  #: releases of what was not registered
     callers: tuple[tuple[str, int], ...]  #: who forked, how often
     troubles: tuple[str, ...]
@@ -90,8 +90,8 @@ def _process(line: dict[str, Any]) -> Process:
         forks=_part(line, "forks", "total"),
         handler_ns=_part(line, "handler_ns", "total"),
         handler_max_ns=_part(line, "handler_ns", "max"),
-        absent_bytes=_part(line, "absent_bytes", "total"),
-        left_bytes=_part(line, "left_bytes", "total") + _pinned_elsewhere(line),
+        marked_bytes=_part(line, "marked_bytes", "total"),
+        unmarked_bytes=_part(line, "unmarked_bytes", "total") + _pinned_elsewhere(line),
         unbalanced=_part(line, "unbalanced", "total"),
         callers=callers,
         troubles=tuple(_troubles(line)),
@@ -160,16 +160,16 @@ def _troubles(line: dict[str, Any]) -> Iterator[str]:
     elif line.get("pinned_elsewhere", 0) is None:
         yield (
             "/proc could not be read: how much is pinned is not known, and forked children may "
-            "keep the parent's RDMA devices"
+            "keep the parent's queues and its /dev/infiniband/rdma_cm"
         )
-    if _part(line, "device_unserved", "total"):
+    if _part(line, "device_without_libibverbs", "total"):
         yield "a device was open and no libibverbs was found: what it registered is not protected"
 
 
 # ---- what stands out --------------------------------------------------------------------
 
 
-_COMPARED = ("left_bytes", "handler_max_ns", "forks", "registrations")
+_COMPARED = ("unmarked_bytes", "handler_max_ns", "forks", "registrations")
 
 
 def outliers_first(processes: list[Process]) -> list[Process]:

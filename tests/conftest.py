@@ -47,10 +47,17 @@ PLACE = 0x30_0000_0000  # low, where the kernel puts nothing of its own
 HERE = Path(__file__).resolve().parent
 # How much slower than usual this machine is: twenty times in a virtual machine without KVM.
 SLOWNESS = float(os.environ.get("RDMAFORK_TEST_SLOWNESS") or 1)
+# How much of the random and the volume tests is run: 1 is all, `make test` runs less.
+SCALE = float(os.environ.get("SCALE") or 1)
 TIMEOUT = 240 * SLOWNESS  # seconds, after which a program is taken to hang; below pytest's own
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 # How many run the body of each test at once: see test-freethreaded in the Makefile.
 THREADS = int(os.environ.get("RDMAFORK_TEST_THREADS") or 1)
+
+
+def scaled(amount):
+    return max(1, round(amount * SCALE))
+
 
 # What would decide for the tests how the engine behaves.
 FOREIGN = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "LD_PRELOAD")
@@ -72,6 +79,18 @@ modes_and_trust = pytest.mark.parametrize(
     ("mode", "trust"),
     [pytest.param("lazy", "", marks=needs_lazy), ("eager", ""), ("eager", "0")],
 )
+
+
+# ---- order ------------------------------------------------------------------------------
+
+# Each file is one process's, so those that take longest begin first.
+LONGEST = """killers deadlocks benchmarks_fork model libibverbs_defects benchmarks demo buffer soak
+    intercept buffer_life failures devices cli_bench protection security child machine""".split()
+
+
+def pytest_collection_modifyitems(items):
+    rank = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 # ---- a fresh interpreter ----------------------------------------------------------------
@@ -285,12 +304,48 @@ def run_fixture():
     return run
 
 
+# Where compile_c() keeps what it has made, for all processes of a run of pytest.
+_compiled = None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def keep_compiled(request, tmp_path_factory):
+    global _compiled
+    base = tmp_path_factory.getbasetemp()
+    _compiled = base.parent if hasattr(request.config, "workerinput") else base
+
+
+def digest_of(words):
+    """Of a command, and of what is in the files it names; where they lie does not matter."""
+    import hashlib  # not in each fresh interpreter
+
+    digest = hashlib.sha256()
+    for word in map(str, words):
+        file = Path(word.rpartition("=")[2])
+        content = file.read_bytes() if file.is_file() else word.encode()
+        digest.update(b"%d " % len(content) + content)
+    return digest.hexdigest()
+
+
 def compile_c(output, *arguments):
-    """The path of what the C compiler makes of them; a test without one is skipped."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    if not shutil.which(compiler[0]):
+    """The path of what the C compiler makes of them; a test without one is skipped.
+
+    The same is made once in a run. output is a file of its own all the same: to the loader, one
+    inode is one library. Files that sources include stay as they are while tests run.
+    """
+    command = [*shlex.split(os.environ.get("CC", "cc")), *arguments]
+    if not shutil.which(command[0]):
         pytest.skip("no C compiler")
-    subprocess.run([*compiler, *arguments, "-o", output], check=True)
+    if not _compiled:
+        subprocess.run([*command, "-o", output], check=True)
+        return str(output)
+    kept = _compiled / f"compiled-{digest_of(command)}"
+    if not kept.exists():
+        mine = kept.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        subprocess.run([*command, "-o", mine], check=True)
+        mine.rename(kept)
+    Path(output).unlink(missing_ok=True)
+    shutil.copy(kept, output)
     return str(output)
 
 

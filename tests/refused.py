@@ -89,4 +89,4 @@ def check_claims(before=()):
             elif item.protected_by == "shared":
                 assert any(m.start <= page < m.end for m in shared), item
     extra = len(set(marked) - listed)
-    assert extra * PAGE <= rdmafork.stats().unreleased_bytes, sorted(set(marked) - listed)
+    assert extra * PAGE <= rdmafork.stats().still_marked_bytes, sorted(set(marked) - listed)

@@ -14,7 +14,7 @@ from conftest import environment
 import rdmafork
 from rdmafork.benchmarks import _claims, _harness, _workers
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("registration", "address_space", "scale", "threads")
 try:
     import matplotlib
@@ -124,7 +124,7 @@ def test_system_calls_are_counted(documents):
     assert counted["rdmafork eager"] == 2
 
 
-def test_what_marks_pages_at_once_ends_at_the_limit_of_mappings(documents):
+def test_peers_that_mark_pages_at_once_end_at_the_limit_of_mappings(documents):
     document = documents("scale")
     limit = rdmafork.kernel_info().max_map_count
     for row in rows(document, peer="libibverbs", layout="isolated", live=40_000):
@@ -173,7 +173,7 @@ def test_a_peer_that_is_absent_is_skipped_and_the_others_go_on():
     assert skipped == [{"peer": "absent", "reason": "it is not installed"}]
 
 
-def test_a_failure_says_whose_at_what_and_how():
+def test_a_failure_names_the_worker_the_call_and_the_error():
     with _workers.started(Obliging, {"a": {}}, []) as workers:
         with pytest.raises(_workers.WorkerError, match=r"a, at fail\(wanted=9\): ValueError: no 9"):
             workers["a"].ask("fail", wanted=9)
@@ -255,7 +255,7 @@ def test_each_claim_is_about_rows_that_are_measured(claim):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=str)
-def test_each_block_of_a_table_has_one_unit_and_says_what_ratios_are_of(path):
+def test_each_block_of_a_table_has_one_unit_and_names_the_base_of_its_ratios(path):
     document = json.loads(path.read_text())
     text = _harness.show(document)
     ratios = re.findall(r" ([\d.,]+)x\b", text)

@@ -99,7 +99,7 @@ def _libibverbs():
 
 
 @pytest.mark.parametrize("name", ["madvise", "engine", "libibverbs"])
-def test_what_is_held_stays_marked_and_the_first_refusal_is_told(name):
+def test_held_pages_stay_marked_and_the_first_refusal_is_told(name):
     run(_hold_every_second_page, name)
 
 

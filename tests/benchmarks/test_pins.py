@@ -120,7 +120,7 @@ def test_a_pinned_buffer_is_held():
 
 
 @needs_pins
-def test_what_cannot_be_pinned_is_refused():
+def test_memory_that_cannot_be_pinned_is_refused():
     memory, _ = filled(PAGE)
     address = map_at(0, 1 << 28)
     unmap(address + (1 << 27), 1 << 27)  # above the hole, for what is mapped meanwhile

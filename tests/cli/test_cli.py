@@ -63,7 +63,7 @@ def test_the_version_and_wrong_usage():
          "--repot. Did you mean --report?"),
     ],
 )  # fmt: skip
-def test_a_wrong_word_gets_its_own_usage_and_what_may_be_meant(arguments, status, usage, message):
+def test_a_wrong_word_gets_its_command_s_usage_and_a_suggestion(arguments, status, usage, message):
     done = command(*arguments.split())
     first, *_, last = done.stderr.splitlines()
     assert (done.returncode, done.stdout, last) == (status, "", message)
@@ -76,7 +76,7 @@ def test_help_is_a_command_too():
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("doctor",), ("devices", "--help")])
-def test_nobody_reading_on_is_no_error(arguments):
+def test_a_reader_that_stops_is_no_error(arguments):
     reading, writing = os.pipe()
     os.close(reading)
     env = environment({"PYTHONUNBUFFERED": None})  # else argparse meets it first, and is silent
@@ -125,7 +125,7 @@ def test_a_report_from_a_closed_stdin_is_none():
     assert done.returncode == 2 and "no process has written a report" in done.stderr
 
 
-def test_a_program_under_exec_has_closed_what_was_closed():
+def test_descriptors_closed_before_exec_are_closed_in_the_program():
     code = "import os; print([fd for fd in range(3) if not os.path.exists(f'/proc/self/fd/{fd}')])"
     line = f"{shlex.join([*RDMAFORK, 'exec', '--', sys.executable, '-c', code])} <&- 2>&-"
     done = subprocess.run(line, shell=True, capture_output=True, text=True, env=environment({}))

@@ -116,7 +116,7 @@ def test_without_permission_the_list_is_there_all_the_same(tree, show):
     assert lines[-1] == "1 device, none usable by this process"
 
 
-def test_what_cannot_be_read_is_a_question_mark(tree, show):
+def test_a_value_that_cannot_be_read_is_a_question_mark(tree, show):
     nonsense = port(state="garbage", rate="fast")
     tree.add("mlx5_0", "9803:9b03:0067:ac2a", ports={1: nonsense})
     status, lines, _ = show()
@@ -131,7 +131,7 @@ def test_names_that_are_no_utf8_are_shown(tree, show):
     assert lines[1].startswith("mlx5_\\xff")
 
 
-def test_nobody_reading_on_is_no_error(tree):
+def test_a_reader_that_stops_is_no_error(tree):
     vendors(tree)
     reading, writing = os.pipe()
     os.close(reading)

@@ -41,7 +41,7 @@ def test_ranks_that_agree_are_one_answer(tmp_path):
     assert found == ("4 ranks on 1 host: all agree", [GOOD], [])
 
 
-def test_who_differs_is_named_and_problems_come_first(tmp_path):
+def test_hosts_that_differ_are_named_and_problems_come_first(tmp_path):
     shm = ok("/dev/shm", "1 GiB")
     texts = [printed(rank, shm, GOOD, host=f"node{rank // 2}") for rank in range(6)]
     texts += [printed(rank, shm, BAD, host="node7") for rank in (6, 7)]
@@ -76,7 +76,7 @@ def test_two_rows_of_one_name_are_two(tmp_path):
     assert (found.rows, found.missing) == (pools, [])
 
 
-def test_what_did_not_arrive_is_told(tmp_path):
+def test_missing_answers_are_told(tmp_path):
     cut = printed(2, GOOD, skipped("/proc", "not there")).splitlines()
     found = merged(tmp_path, printed(0, GOOD), "srun: error", cut[0], cut[-1], cut[1][:30])
     assert found.missing == [
@@ -92,7 +92,7 @@ def test_labels_of_the_launcher_do_not_matter(tmp_path):
     assert merged(tmp_path, labelled) == merged(tmp_path, text)
 
 
-def test_what_is_said_again_replaces_what_was_said(tmp_path):
+def test_a_rank_s_later_answer_replaces_its_earlier_one(tmp_path):
     assert merged(tmp_path, printed(0, BAD, size=1), printed(0, GOOD, size=1)).rows == [GOOD]
 
 
@@ -136,7 +136,7 @@ def test_quiet_is_silent_where_all_is_well(tmp_path):
      '{"rank": {}, "host": 1, "rows": [1]}', "[" * 100_000, '{"rank": 1, "size": 2, "host": "a",'
      '"what": "w", "status": "fine", "evidence": "", "cure": null, "section": ""}', "\udcff"],
 )  # fmt: skip
-def test_what_is_no_answer_ends_in_a_sentence(text, tmp_path):
+def test_a_file_without_answers_ends_in_a_sentence(text, tmp_path):
     file = tmp_path / "file"
     file.write_bytes(text.encode(errors="surrogateescape"))
     done = merge(str(file))

@@ -28,7 +28,7 @@ def readelf(*arguments):
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_it_reads_what_readelf_reads(path):
+def test_it_agrees_with_readelf(path):
     dynamic = readelf("-W", "-d", path)
     relocations = readelf("-W", "-r", "--use-dynamic", path)
     programs = readelf("-W", "-l", path)
@@ -107,7 +107,7 @@ def test_a_32_bit_program_is_read_too(compiled):
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"#!/bin/sh\n" * 20, b"\0" * 100])
-def test_what_is_no_elf_file_is_said_to_be_none(tmp_path, content):
+def test_a_file_that_is_not_elf_is_refused(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(NotElf):
         Elf(str(tmp_path / "file"))

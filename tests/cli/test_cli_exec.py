@@ -58,7 +58,7 @@ def seen(*arguments, env=None, program=(sys.executable, "-c", SEEN), **options):
 # ---- what the program gets --------------------------------------------------------------
 
 
-def test_the_program_sees_nothing_but_what_it_is_promised():
+def test_the_program_sees_only_the_promised_environment():
     plain = subprocess.run(
         [sys.executable, "-c", SEEN], env=environment({}), input="words", text=True,
         capture_output=True, check=True,
@@ -85,7 +85,7 @@ def test_before_a_launcher_it_says_where_it_belongs(tmp_path):
     assert (done.returncode, done.stdout) == (0, "launched\n")
     said = " ".join(done.stderr.split())
     assert said.startswith(
-        "rdmafork exec: mpirun launches other processes; put rdmafork exec behind"
+        "rdmafork exec: mpirun launches other processes; put rdmafork exec after"
     )
     # As a rank of another launcher it is where it belongs.
     rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
@@ -169,7 +169,7 @@ def test_no_variable_of_libibverbs_is_set_where_copying_is_trusted():
     assert kept["RDMAV_FORK_SAFE"] == "0"
 
 
-def test_the_guide_names_what_a_preloaded_library_alone_does_not_do():
+def test_the_guide_names_the_limits_of_a_preloaded_library_alone():
     """Where the kernel's copying is not trusted: every variable more that exec sets."""
     untrusted = {"RDMAFORK_TRUST_COPYING": "0"}
     alone = {"LD_PRELOAD": PRELOADED, "RDMAFORK_EXEC": "1"} | untrusted
@@ -202,7 +202,7 @@ def test_elsewhere_libibverbs_is_asked_to_protect_by_itself(monkeypatch):
         command._environment(options(mode="lazy"), None)
 
 
-def test_what_is_preloaded_already_comes_after(tmp_path):
+def test_libraries_preloaded_already_come_after(tmp_path):
     other = tmp_path / "libother.so"
     shutil.copy(LIBRARY, other)  # any library; nothing of it is used
     preload = command._preload
@@ -286,7 +286,7 @@ def test_no_such_program_is_127(tmp_path):
     assert refused("true", env={"PATH": str(tmp_path)})[0] == 127
 
 
-def test_what_may_not_be_executed_is_126(tmp_path):
+def test_a_file_that_may_not_be_executed_is_126(tmp_path):
     path = tmp_path / "plain"
     path.write_text("#!/bin/sh\n")
     path.chmod(0o644)
@@ -373,7 +373,7 @@ def test_a_32_bit_program_that_a_script_starts_runs_and_its_loader_says_so(compi
     assert f"'{PRELOADED}'" in line and line.endswith("(wrong ELF class: ELFCLASS64): ignored.")
 
 
-def test_a_shell_that_expands_what_is_preloaded_does_no_harm(script):
+def test_a_shell_that_expands_ld_preload_does_no_harm(script):
     text = f"""#!/bin/sh\neval "export LD_PRELOAD=$LD_PRELOAD"\n{sys.executable} -c '{LOADED}'\n"""
     done = execute(str(script(text)))
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

@@ -61,7 +61,7 @@ def lines(path):
 
 
 @both_modes
-def test_a_process_reports_what_it_did(tmp_path, mode):
+def test_a_process_reports_its_forks_and_registrations(tmp_path, mode):
     path = tmp_path / "r.json"
     program = (sys.executable, "-c", FORKING, "3")
     assert execute("--mode", mode, "--report", str(path), "--", *program) == ""
@@ -69,7 +69,7 @@ def test_a_process_reports_what_it_did(tmp_path, mode):
     assert set(found) == set(line())  # what the tests of the table are given
     assert (found["mode"], found["forks"], found["errors"]) == (mode, 3, [])
     assert found["registrations"] == {"total": 1, "live": 0}
-    assert found["absent_bytes"] == {"total": 3 * NBYTES, "last": NBYTES}
+    assert found["marked_bytes"] == {"total": 3 * NBYTES, "last": NBYTES}
     assert found["handler_ns"]["total"] >= found["handler_ns"]["max"] > 0
     assert found["fork_callers"] == [] and found["rank"] is None
 
@@ -88,7 +88,7 @@ def test_to_stderr():
     assert json.loads(text)["program"] == "true"
 
 
-def test_who_forked_is_traced(tmp_path):
+def test_callers_of_fork_are_traced(tmp_path):
     path = tmp_path / "r.json"
     execute("--report", str(path), "--trace-forks", "--", sys.executable, "-c", FORKING, "2")
     (caller,) = lines(path)[0]["fork_callers"]
@@ -111,7 +111,7 @@ def report_of(tmp_path, source, *arguments, env=None):
 
 @needs_pins
 @pytest.mark.parametrize("env", [{}, {"RDMAFORK_TRUST_COPYING": "0"}])
-def test_what_is_pinned_without_calls_that_arrive_here_is_told(tmp_path, capsys, env):
+def test_memory_pinned_without_libibverbs_is_told(tmp_path, capsys, env):
     found, children, status = report_of(tmp_path, PINNING, 0, 2, env=env)
     assert found["pinned_elsewhere"] == {"max": NBYTES, "forks": 2}
     assert [child["pinned_elsewhere"] for child in children] == [{"max": 0, "forks": 0}] * 2
@@ -120,7 +120,7 @@ def test_what_is_pinned_without_calls_that_arrive_here_is_told(tmp_path, capsys,
     trusted = rdmafork.kernel_info().copy_on_fork_trusted and not env
     does = "fork() copies the private part" if trusted else "fork() may lose the private part"
     assert "256 KiB pinned by something that does not call libibverbs" in shown
-    assert does in shown and "0 bytes unmarked, so copied by the kernel" not in shown
+    assert does in shown and "0 bytes unmarked: copied by the kernel" not in shown
 
 
 # It ends with its pages still pinned, and perhaps with 40,000 characters of groups.
@@ -136,14 +136,14 @@ MANY_GROUPS = "import os; os.setgroups(range(1_000_000, 1_005_000))\n"
 
 @needs_pins
 @pytest.mark.parametrize("prefix", ["", MANY_GROUPS], ids=["plain", "groups"])
-def test_what_is_pinned_at_the_end_is_told_although_nobody_forked(tmp_path, prefix):
+def test_memory_pinned_at_the_end_is_told_without_a_fork(tmp_path, prefix):
     if prefix and os.geteuid():
         pytest.skip("needs root, to have many groups")
     found, _, status = report_of(tmp_path, prefix + PINNED_AT_EXIT, 0, 0)
     assert (found["pinned_elsewhere"], status) == ({"max": NBYTES, "forks": 0}, 1)
 
 
-def test_what_the_kernel_could_not_be_asked_is_no_zero(tmp_path, capsys):
+def test_an_unknown_amount_of_pinned_memory_is_no_zero(tmp_path, capsys):
     if os.geteuid():
         pytest.skip("needs root, to go where there is no /proc")
     text = execute(
@@ -180,11 +180,11 @@ def test_the_report_and_doctor_agree(tmp_path, registers):
 @needs_pins
 @pytest.mark.parametrize("registered", [1, 2])
 @pytest.mark.parametrize("env", [{}, {"RDMAFORK_TRUST_COPYING": "0"}])
-def test_what_is_pinned_and_registered_is_not(tmp_path, capsys, registered, env):
+def test_pinned_memory_that_is_registered_is_not_told(tmp_path, capsys, registered, env):
     found, _, status = report_of(tmp_path, PINNING, registered, 2, env=env)
     assert found["pinned_elsewhere"] == {"max": 0, "forks": 0}
     assert status == 0
-    assert "0 bytes unmarked, so copied by the kernel" in " ".join(capsys.readouterr().out.split())
+    assert "0 bytes unmarked: copied by the kernel" in " ".join(capsys.readouterr().out.split())
 
 
 def test_ranks_are_merged_into_one_table(tmp_path, capsys):
@@ -217,3 +217,12 @@ def test_doctor_and_devices_under_exec_report_once(tmp_path):
     ] == "ok"
     assert len(lines(path)) == 1  # not what it tries in other processes
     assert lines(path)[0]["ppid"] == os.getpid()
+
+
+@needs_pins
+def test_registered_bytes_are_subtracted_from_pinned_ones(tmp_path):
+    """At least so much: a page that is registered may not be the one that is pinned."""
+    page = f"mmap.mmap(-1, {PAGE}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)"
+    source = PINNING.replace("regions =", f"other = rdmafork.register({page})\nregions =")
+    found, _, _ = report_of(tmp_path, source, 0, 1)
+    assert found["pinned_elsewhere"] == {"max": NBYTES - PAGE, "forks": 1}

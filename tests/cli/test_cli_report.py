@@ -28,12 +28,12 @@ def line(rank=0, /, **changed):
         "ranges": 3,
         "forks": 4,
         "handler_ns": {"total": 1_000_000, "max": 500_000},
-        "absent_bytes": {"total": 4 << 30, "last": 1 << 30},
-        "left_bytes": 0,
+        "marked_bytes": {"total": 4 << 30, "last": 1 << 30},
+        "unmarked_bytes": 0,
         "unbalanced": 0,
         "gone_bytes": 0,
         "pinned_elsewhere": {"max": 0, "forks": 0},
-        "device_unserved": 0,
+        "device_without_libibverbs": 0,
         "libraries": [{"path": LIBRARY, "how": "ours", "why": None}],
         "errors": [],
         "fork_callers": [
@@ -61,7 +61,7 @@ def test_one_row_a_process_by_rank(report):
     status, lines, errors = report([line(rank) for rank in (2, 0, 1)])
     assert (status, errors) == (0, [])
     assert lines[0].split() == [
-        "rank", "host", "pid", "program", "regs", "forks", "in", "fork()", "marked", "unmarked",
+        "rank", "host", "pid", "program", "regs", "forks", "handlers", "marked", "unmarked",
     ]  # fmt: skip
     assert [row.split()[0] for row in lines[1:4]] == ["0", "1", "2"]
     assert lines[1].split() == [
@@ -69,15 +69,15 @@ def test_one_row_a_process_by_rank(report):
     ]  # fmt: skip
     text = " ".join(lines)
     assert "3 processes on 1 host: 300 registrations, 12 forks with 0.25 ms in handlers" in text
-    assert "12 GiB marked, so not inherited and not copied; 0 bytes unmarked" in text
+    assert "12 GiB marked: not inherited, not copied; 0 bytes unmarked" in text
     assert "12  os_fork in python3.11" in text
 
 
 def test_outliers_come_first_and_troubles_before_them(report):
     refused = [{"path": LIBRARY, "how": "refused", "why": "its calls are bound inside"}]
     lines = [line(rank) for rank in range(8)]
-    lines[3] = line(3, left_bytes=2 << 30)
-    lines[5] = line(5, handler_ns={"total": 9_000_000, "max": 9_000_000}, left_bytes=1 << 30)
+    lines[3] = line(3, unmarked_bytes=2 << 30)
+    lines[5] = line(5, handler_ns={"total": 9_000_000, "max": 9_000_000}, unmarked_bytes=1 << 30)
     lines[6] = line(6, libraries=refused, errors=["no engine: out of memory"])
     lines[7] = line(7, libraries=refused)
     status, shown, _ = report(lines)
@@ -99,7 +99,7 @@ def test_a_process_that_no_launcher_started(report):
 
 
 def test_ranks_may_be_strings_and_numbers_may_have_no_parts(report):
-    plain = {"registrations": 5, "handler_ns": 10, "absent_bytes": 0}
+    plain = {"registrations": 5, "handler_ns": 10, "marked_bytes": 0}
     status, lines, _ = report([line(0, rank="12", **plain)])
     assert (status, lines[1].split()[0], lines[1].split()[4]) == (0, "12", "5")
 
@@ -138,22 +138,25 @@ def test_a_broken_line_is_told_and_the_others_are_read(report, broken, why):
         ({"kernel": {"copy_trusted": 1}}, "fork() copies the private part of it"),
         ({"kernel": {"copy_trusted": 0}}, "fork() may lose the private part of it"),
         ({"pinned_elsewhere": None}, "/proc could not be read: how much is pinned is not known"),
-        ({"device_unserved": 1, "pinned_elsewhere": {}}, "a device was open and no libibverbs"),
+        (
+            {"device_without_libibverbs": 1, "pinned_elsewhere": {}},
+            "a device was open and no libibverbs",
+        ),
     ],
 )
-def test_what_is_pinned_elsewhere_is_to_be_looked_at(report, changed, told):
+def test_memory_pinned_elsewhere_is_a_problem(report, changed, told):
     pins = {"pinned_elsewhere": {"max": 64 << 20, "forks": 3}}
     status, lines, _ = report([line(0, **pins | changed)])
     assert status == 1 and told in " ".join(" ".join(lines).split())
 
 
-def test_what_a_library_pins_that_is_not_served_is_told_of_that_library(report):
+def test_memory_pinned_by_a_refused_library_is_told_of_that_library(report):
     refused = [{"path": LIBRARY, "how": "refused", "why": "its calls are bound inside"}]
     _, lines, _ = report([line(0, libraries=refused, pinned_elsewhere={"max": 9, "forks": 1})])
     assert "is not intercepted" in " ".join(lines) and "pinned by something" not in " ".join(lines)
 
 
-def test_who_forked_is_added_up_over_all(report):
+def test_callers_of_fork_are_added_up_over_all(report):
     callers = [
         {"symbol": "os_fork", "object": "/usr/bin/python3.11", "count": 1},
         {"symbol": None, "object": "/usr/lib/libx.so.1", "count": 5},
@@ -170,7 +173,7 @@ def test_who_forked_is_added_up_over_all(report):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("path", ["{}/pipe", "{}/none", "{}", "{}/empty", "{}/bad\0name"])
-def test_a_caller_in_what_is_no_program_has_no_name(report, tmp_path, path):
+def test_a_caller_in_a_file_that_is_no_program_has_no_name(report, tmp_path, path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").touch()
     path = path.format(tmp_path)
@@ -197,10 +200,10 @@ def test_any_text_and_number_of_a_line_is_shown_or_told(locale):
     strange = [
         line(0, host="\ud800\x1b[31m", program="/x/\u65e5\udcff\n"),
         line(1, errors=["\ud800\x1b"], fork_callers=[caller]),
-        line(2, absent_bytes=10**400),
+        line(2, marked_bytes=10**400),
         line(3, handler_ns=10**400),
         line(4, registrations=-1),
-        line(5, left_bytes=2**64 - 1),
+        line(5, unmarked_bytes=2**64 - 1),
     ]
     for options in ([], ["--json"]):
         done = subprocess.run(
@@ -267,6 +270,6 @@ def test_as_json(report):
 def test_eighty_columns_with_large_numbers(report):
     large = line(123456, host="compute-node-0123", pid=4194303, program="/x/" + "train" * 9,
                  registrations={"total": 1234567}, forks=1234,
-                 absent_bytes={"total": 123 << 30})  # fmt: skip
+                 marked_bytes={"total": 123 << 30})  # fmt: skip
     _, lines, _ = report([large])
     assert max(map(len, lines)) <= 80

@@ -81,7 +81,7 @@ def test_every_promise_is_kept(done, report):
 
 
 @needs_pins
-def test_the_report_is_what_was_measured(report):
+def test_the_report_has_the_measured_values(report):
     fork, size = report["fork"], report["size"]["used"]
     assert size == report["size"]["asked"] == 32 << 20
     assert report["pins_forbidden"] is None
@@ -318,7 +318,7 @@ def paired(screen):
 
 
 @needs_pins
-def test_each_ratio_stands_beside_what_it_is_of(report):
+def test_each_ratio_stands_beside_its_base(report):
     rows = paired(demo_screen.render(report, terminal.Paint(sys.stderr)))
     assert len(rows) == 1 + sum("ns" in report["fork"][mode] for mode in ("lazy", "eager"))
     for own, unit, other, unit_of_other, ratio in rows:
@@ -405,7 +405,7 @@ def test_a_column_of_times_has_one_unit(column, printed):
     assert list(map(terminal.durations(column), column)) == printed
 
 
-def test_nobody_reading_is_no_error():
+def test_a_closed_output_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)
     process = subprocess.Popen(

@@ -13,7 +13,17 @@ import types
 from pathlib import Path
 
 import pytest
-from conftest import HERE, PAGE, Cyclic, both_modes, compile_c, fork_once, private_map, run
+from conftest import (
+    HERE,
+    PAGE,
+    Cyclic,
+    both_modes,
+    child,
+    compile_c,
+    fork_once,
+    private_map,
+    run,
+)
 from refused import check_claims, marks
 
 import rdmafork
@@ -78,7 +88,7 @@ class Bench:
             self.lib.standin_open(),
             len(os.listdir("/proc/self/fd")),
             [bool(x) and not x.closed for x in (self.context, self.domain, self.region)],
-            numbers.registrations, numbers.unreleased_bytes,
+            numbers.registrations, numbers.still_marked_bytes,
             [(r.start, r.end, r.on_fork) for r in rdmafork.protected_ranges()],
             {page: flags for page, flags in marks().items() if page not in self.ordinary},
         )  # fmt: skip
@@ -86,6 +96,28 @@ class Bench:
 
 LIFE = ("open", "alloc", "register", "register_wiped_beside", "close_region", "close_domain",
         "close_context")  # fmt: skip
+
+
+def test_a_child_is_told_who_opened_its_parent_s_device(library):
+    run(_told_who, library)
+
+
+def _told_who(path):
+    bench = Bench(path, "auto")
+    bench.open()
+    bench.alloc()
+    theirs = rdmafork.ProtectionDomain.from_address(bench.domain.address)
+    expected = f"was opened before fork() in pid {os.getpid()}; open the device afresh"
+    for use in (bench.alloc, bench.register_only, lambda: theirs.address):
+        for text in (child(_refusal, use), child(child, _refusal, use)):
+            assert expected in text, text
+
+
+def _refusal(use):
+    try:
+        return use()
+    except rdmafork.InheritedError as error:
+        return str(error)
 
 
 @both_modes
@@ -239,7 +271,7 @@ def _holds_its_region(path, mode):
     assert bench.lib.standin_wrong() == 0
 
 
-def test_a_region_on_demand_says_what_was_asked_for(library):
+def test_a_refused_on_demand_region_names_the_request(library):
     run(_on_demand, library)
 
 

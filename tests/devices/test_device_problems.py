@@ -232,7 +232,7 @@ def test_other_nonsense_is_an_error_where_it_is_asked_for(tree, file, content):
     assert device.as_dict()[file] is None and device.firmware_version is None
 
 
-def test_what_an_older_kernel_does_not_have_is_none(tree):
+def test_a_value_that_an_older_kernel_lacks_is_none(tree):
     path = tree.add("mlx5_0", "9803:9b03:0067:ac2a", pci="0000:3b:00.0", driver="mlx5_core")
     for file in ("sys_image_guid", "fw_ver", "device/numa_node", "device/driver"):
         (path / file).unlink()

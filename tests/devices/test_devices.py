@@ -49,7 +49,7 @@ from rdmafork import (
 # ---- values -----------------------------------------------------------------------------
 
 
-def test_a_device_is_what_its_files_say(tree):
+def test_a_device_has_the_values_of_its_files(tree):
     found = {device.name: device for device in get_device_list(all=vendors(tree) and True)}
     mlx5 = found["mlx5_0"]
     assert (mlx5.node_type, mlx5.transport) == (NodeType.CA, Transport.IB)
@@ -80,7 +80,7 @@ def test_a_device_is_what_its_files_say(tree):
         ("usnic_0", NodeType.USNIC_UDP, Transport.USNIC_UDP),
     ],
 )
-def test_what_a_device_is_and_speaks(tree, name, node_type, transport):
+def test_a_device_has_a_node_type_and_a_transport(tree, name, node_type, transport):
     (device,) = (d for d in get_device_list(all=vendors(tree) and True) if d.name == name)
     assert (device.node_type, device.transport) == (node_type, transport)
 
@@ -100,7 +100,7 @@ def test_names_with_digits_of_other_scripts_have_an_order_too(tree):
     assert names == ["7", "mlx5_0", "\u0663", "\u0663_9", "\u0663_10"]
 
 
-def test_ports_are_what_their_files_say(tree):
+def test_ports_have_the_values_of_their_files(tree):
     found = {device.name: device.ports for device in get_device_list(all=vendors(tree) and True)}
     (port,) = found["mlx5_0"]
     assert (port.number, port.state) == (1, PortState.ACTIVE)
@@ -200,7 +200,7 @@ def test_a_device_is_read_only_and_can_be_sent_elsewhere(tree):
         assert {"name", "ports", "node_guid_text"} <= set(dir(device))
 
 
-def test_repr_says_what_one_asks_for_first(tree):
+def test_repr_has_the_main_values(tree):
     vendors(tree)
     shown = {device.name: repr(device) for device in get_device_list()}
     assert shown["mlx5_0"] == (

@@ -52,13 +52,13 @@ def test_a_device_that_cannot_be_used_says_why(tmp_path):
 
 @pytest.mark.parametrize("device", [None, 7, b"mlx5_0", object()])
 @fresh
-def test_what_is_no_device_is_refused(device):
+def test_an_argument_that_is_no_device_is_refused(device):
     with pytest.raises(TypeError, match="a Device or its name"):
         rdmafork.Context(device)
 
 
 @fresh
-def test_what_others_make_is_not_made_by_its_class():
+def test_domains_and_regions_are_made_by_methods_alone():
     with pytest.raises(TypeError, match="alloc_pd"):
         rdmafork.ProtectionDomain()
     with pytest.raises(TypeError, match="register"):
@@ -66,7 +66,7 @@ def test_what_others_make_is_not_made_by_its_class():
 
 
 @fresh
-def test_what_was_made_behind_the_door_is_closed():
+def test_an_object_made_by_new_alone_is_closed():
     for kind in (rdmafork.Context, rdmafork.ProtectionDomain, rdmafork.MemoryRegion):
         empty = kind.__new__(kind)
         assert empty.closed and "closed" in repr(empty)

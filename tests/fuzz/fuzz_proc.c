@@ -112,7 +112,8 @@ int __wrap_setsockopt(int fd, int level, int name, const void *value, socklen_t 
 
 ssize_t __wrap_send(int fd, const void *bytes, size_t nbytes, int flags)
 {
-	(void)fd, (void)bytes, (void)flags;
+	(void)fd, (void)bytes;
+	CHECK(!flags);
 	return refuse("send") ? -1 : (ssize_t)nbytes;
 }
 
@@ -355,6 +356,8 @@ static void answers_are_understood(void)
 		CHECK(rf_sys_rdma_copy_on_fork() == -EPERM, "%s", refused);
 	}
 	refused = NULL;
+	message.used = sizeof(header) - 1;
+	CHECK(rf_sys_rdma_copy_on_fork() == -EPROTO);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t nbytes)

@@ -14,6 +14,7 @@ import struct
 import sys
 
 import pytest
+from conftest import scaled
 from sysfs import Tree, port
 
 from rdmafork import _netlink, _problems, _sysfs, get_device_list
@@ -23,7 +24,7 @@ from rdmafork.cli.elf import Elf, NotElf
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
-EXAMPLES = int(os.environ.get("RDMAFORK_TEST_EXAMPLES", 150))
+EXAMPLES = int(os.environ.get("RDMAFORK_TEST_EXAMPLES") or scaled(150))
 some = hypothesis.settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -280,8 +281,8 @@ LINE = {
     "rdmafork": 3, "pid": 1, "ppid": 1, "host": "a", "rank": "0", "program": "p", "mode": "lazy",
     "kernel": {"release": "6.1", "copy_on_fork": 1, "copy_trusted": 1},
     "registrations": {"total": 1, "live": 1}, "ranges": {"calls": 0, "live": 0}, "forks": 1,
-    "handler_ns": {"total": 1, "max": 1}, "absent_bytes": {"total": 1, "last": 1},
-    "left_bytes": 0, "unbalanced": 0, "gone_bytes": 0,
+    "handler_ns": {"total": 1, "max": 1}, "marked_bytes": {"total": 1, "last": 1},
+    "unmarked_bytes": 0, "unbalanced": 0, "gone_bytes": 0,
     "libraries": [{"path": "/l", "how": "ours", "why": None}], "errors": [],
     "fork_callers": [{"symbol": "f", "object": "/o", "count": 1}],
 }  # fmt: skip

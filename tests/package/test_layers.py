@@ -21,7 +21,7 @@ def test_a_circle_is_named_however_long():
     assert not found(graph)
 
 
-def test_the_engine_may_not_name_what_lies_above(capsys):
+def test_the_engine_may_not_name_the_layer_above(capsys):
     assert found({"fork": {"preload/ibv"}}) == [
         "calls: fork -> preload/ibv: the engine knows nothing of preload/"
     ]

@@ -95,7 +95,7 @@ class Project:
 
 
 @pytest.mark.parametrize("tagged", [False, True])
-def test_what_is_ready_is_built_from_what_is_committed(project, tagged):
+def test_a_ready_release_is_built_from_the_commit(project, tagged):
     if tagged:
         project.git("tag", "v0.10.0")
     assert project.check() == []
@@ -106,7 +106,7 @@ def test_what_is_ready_is_built_from_what_is_committed(project, tagged):
     assert project.run("git", "tag").stdout.split() == ["v0.10.0"] * tagged + ["v0.9.0"]
 
 
-def test_what_is_not_committed_is_found(project):
+def test_uncommitted_changes_are_found(project):
     (project.folder / "forgotten.c").touch()
     assert project.check() == ["nothing is changed or forgotten here"]
 
@@ -141,7 +141,7 @@ def test_a_header_of_another_version_is_found(project):
     assert project.check() == ["rdmafork.h has it", "rdmafork.pc has it"]
 
 
-def test_what_cannot_be_built_is_found_with_the_reason(project):
+def test_a_failed_build_is_found_with_the_reason(project):
     project.commit("Makefile", "wheel:\n\t@echo no compiler; false\n")
     done = project.run(".ci/release-check", "0.10.0")
     assert done.returncode == 1

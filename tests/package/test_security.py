@@ -99,7 +99,7 @@ def test_a_module_is_hardened(path):
 
 
 @needs_landing
-def test_what_is_exported_may_be_jumped_to():
+def test_exported_functions_are_landing_pads():
     library = ctypes.CDLL(LIBRARY)
     for name in ("rf_register", "rf_release", "rf_fork_init", "ibv_dontfork_range"):
         assert lands(library[name]), name
@@ -160,7 +160,7 @@ def built(tmp_path):
 
 
 @pytest.mark.parametrize("cc", ["gcc", "clang"])
-def test_who_builds_packages_has_the_last_word(built, cc):
+def test_a_packager_s_flags_have_the_last_word(built, cc):
     strict = "-O2 -Werror -Wno-unused-command-line-argument"
     hard = f"{strict} -fstack-protector-strong -D_FORTIFY_SOURCE=2"
     for path in built(cc, CFLAGS=hard, LDFLAGS="-Wl,-z,relro -Wl,-z,now"):
@@ -176,6 +176,13 @@ def test_flags_of_one_s_own_leave_it_optimized(built):
     for path in built(compiler, CFLAGS="-g -D_FORTIFY_SOURCE=2"):
         # gcc and clang have checked functions only where they optimize.
         assert "fortify" in hardening(path), path
+
+
+def test_the_loader_looks_nothing_up_in_fork_handlers(built):
+    """Whatever it is built with, and without: the library is bound when it is loaded."""
+    for flags in ({}, {"CFLAGS": "-O2", "LDFLAGS": "-Wl,-z,relro"}):
+        (library,) = [path for path in built(compiler, **flags) if path.name == "librdmafork.so"]
+        assert "now" in hardening(library)
 
 
 # ---- programs with more rights than their user (AT_SECURE) ------------------------------
@@ -511,7 +518,7 @@ def _tensor():
 
 
 @fresh
-def test_what_names_this_process_is_not_copied():
+def test_objects_of_this_process_are_not_copied():
     rdmafork.fork_init()
     registration = _tensor()
     hidden = [

@@ -78,7 +78,7 @@ def test_its_libraries_are_found_beside_them_or_are_the_system_s():
         assert paths == ([] if path.name == "librdmafork.so" else ["$ORIGIN"]), path
 
 
-def test_it_has_what_others_build_on(contents):
+def test_it_has_the_files_that_others_build_on(contents):
     assert contents >= {
         "rdmafork/include/rdmafork.h",
         "rdmafork/pkgconfig/rdmafork.pc",
@@ -91,7 +91,7 @@ def test_it_has_what_others_build_on(contents):
     assert not [name for name in contents if name.endswith((".c", ".pyx"))]
 
 
-def test_the_sdist_has_what_testing_takes_and_nothing_built(sdist):
+def test_the_sdist_has_the_tests_and_nothing_built(sdist):
     for name in (
         "Makefile tests/conftest.py tests/engine/test_ranges.c tests/fuzz/replay.c tests/vm/run.py "
         "benchmarks/registration.py benchmarks/results/registration.json docs/costs.py "

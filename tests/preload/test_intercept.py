@@ -14,7 +14,18 @@ from pathlib import Path
 
 import bound
 import pytest
-from conftest import PAGE, SLOWNESS, child, fork_once, fresh, map_at, private_map, run, vm_flags
+from conftest import (
+    PAGE,
+    SLOWNESS,
+    child,
+    fork_once,
+    fresh,
+    map_at,
+    private_map,
+    run,
+    scaled,
+    vm_flags,
+)
 from standin import (
     COUNTS,
     DIRECT,
@@ -218,7 +229,8 @@ def _protects_already(path):
     with pytest.raises(OSError, match="its own fork support protects memory already") as caught:
         rdmafork.fork_init(intercept=True)
     assert caught.value.errno == errno.ENOTSUP
-    for word in (path, "rdmafork exec", "RDMAV_FORK_SAFE", "register the same memory here too"):
+    ways = ("rdmafork exec", "RDMAV_FORK_SAFE", "register the same memory with rdmafork too")
+    for word in (path, *ways):
         assert word[:90] in str(caught.value)
     (found,) = rdmafork.stats().ibv_libraries
     assert found.how == "refused" and found.why in str(caught.value)
@@ -268,7 +280,7 @@ def _other_code(path):
 
 
 @x86_64
-def test_what_its_range_functions_look_at_may_be_a_count(build):
+def test_range_functions_may_look_at_a_count(build):
     """Not the address of a tracker's root: read as one, it would crash."""
     run(_counts, build("libibverbs.so.1", COUNTS))
 
@@ -387,7 +399,7 @@ def load_user(path):
         *PATCHED,
     ],
 )
-def test_whose_own_fork_init_was_called_before_anybody_looked(build, options, how):
+def test_a_library_s_fork_init_may_be_called_before_it_is_intercepted(build, options, how):
     """By the library's handle, right after it was loaded."""
     run(_before_a_look, build("libibverbs.so.1", options), how, preload=rdmafork.get_library())
 
@@ -408,7 +420,7 @@ def _before_a_look(path, how):
 @pytest.mark.parametrize("options", [SLOTS, DIRECT, DIRECT_CET], ids=["slots", "direct", "cet"])
 def test_while_other_threads_register(build, options):
     path = build("libibverbs.so.1", options)
-    for _ in range(10):
+    for _ in range(scaled(10)):
         run(_while_registering, path)
 
 
@@ -450,7 +462,7 @@ def _finds_the_loader_free(path):
     for thread in threads:
         thread.start()
     try:
-        for _ in range(200):
+        for _ in range(scaled(200)):
             assert child(in_child) == {"libibverbs.so.1": "rewritten"}
     finally:
         done.set()
@@ -483,7 +495,7 @@ def test_a_libibverbs_that_calls_itself_directly(tmp_path):
 
 @x86_64
 @pytest.mark.parametrize("how", ["ours", "patched"])
-def test_a_libibverbs_whose_own_fork_init_was_called_before_anybody_looked(tmp_path, how):
+def test_libibverbs_fork_init_may_be_called_before_it_is_intercepted(tmp_path, how):
     path = bound.make(tmp_path) if how == "patched" else "libibverbs.so.1"
     run(_real_before_a_look, path, how, preload=rdmafork.get_library())
 

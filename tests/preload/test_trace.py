@@ -60,7 +60,7 @@ def test_nothing_is_told_unasked(tmp_path, value):
     assert errors_of(PROGRAM, tmp_path, RDMAFORK_TRACE_FORKS=value) == ""
 
 
-def test_pools_are_told_by_who_made_them(tmp_path):
+def test_pools_are_told_by_their_makers(tmp_path):
     program = """
 import multiprocessing, rdmafork
 

@@ -32,7 +32,7 @@ def test_the_device_s_pages_stay_the_parent_s(programs):
     assert True in in_place and False not in in_place
 
 
-def test_no_child_has_a_copy_of_what_is_registered(programs):
+def test_no_child_has_a_copy_of_registered_memory(programs):
     for found in programs.values():
         row = found["under exec"]
         assert row["child_own_bytes"] < row["registered_bytes"] / 2

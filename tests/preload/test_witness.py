@@ -1,6 +1,8 @@
 """What the environment of "rdmafork exec" makes of a program: the engine, children, the report."""
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -63,7 +65,7 @@ def preloaded(function, *args, **env):
 
 
 @x86_64
-def test_it_runs_unasked_and_serves_what_is_loaded_later(build):
+def test_it_runs_unasked_and_serves_libraries_loaded_later(build):
     preloaded(_unasked, build("a.so"), build("b.so", DIRECT))
 
 
@@ -169,7 +171,7 @@ print(rdmafork.stats().marked_bytes)
 """
 
 
-def test_one_line_says_what_a_process_did(report):
+def test_one_line_reports_a_process(report):
     path, lines = report
     done = python(WORK, env={"RDMAFORK_REPORT": str(path), "RDMAFORK_RANK": "7"}, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -189,11 +191,11 @@ def test_one_line_says_what_a_process_did(report):
     assert line["kernel"]["release"] == kernel.release
     assert line["kernel"]["copy_trusted"] == kernel.copy_on_fork_trusted
     assert line["registrations"]["total"] == 2
-    assert line["absent_bytes"] == {"total": 4 * marked, "last": marked} and marked
+    assert line["marked_bytes"] == {"total": 4 * marked, "last": marked} and marked
     assert line["handler_ns"]["total"] >= line["handler_ns"]["max"] > 0
     assert (line["libraries"], line["errors"], line["fork_callers"]) == ([], [], [])
     assert line["ranges"] == {"calls": 0, "live": 0}
-    assert line["left_bytes"] == 0
+    assert line["unmarked_bytes"] == 0
 
 
 @pytest.mark.parametrize(
@@ -233,7 +235,7 @@ def test_a_dash_is_stderr_and_stdout_is_the_program_s():
     assert json.loads(line)["rank"] is None
 
 
-def test_a_report_that_cannot_be_written_is_nobody_s_concern(tmp_path):
+def test_a_report_that_cannot_be_written_does_no_harm(tmp_path):
     for path in (tmp_path / "none" / "report", "/proc/version", tmp_path):
         done = python("import sys; sys.exit(5)", env={"RDMAFORK_REPORT": str(path)})
         assert (done.returncode, done.stdout, done.stderr) == (5, b"", b"")
@@ -244,7 +246,7 @@ def ends_as_ever(*arguments, **options):
     assert done.returncode == 1, done
 
 
-def test_a_report_that_cannot_be_finished_ends_nobody(tmp_path):
+def test_a_report_that_cannot_be_finished_ends_no_process(tmp_path):
     """By a signal, that is: those of a broken pipe and of a file's greatest size do."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -262,7 +264,7 @@ def test_a_report_that_cannot_be_finished_ends_nobody(tmp_path):
     assert path.read_bytes() == b""
 
 
-def test_a_named_pipe_that_nobody_reads_is_not_waited_for(tmp_path):
+def test_a_named_pipe_without_a_reader_is_not_waited_for(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     ends_as_ever({"RDMAFORK_REPORT": str(path)}, timeout=TIMEOUT)
@@ -314,7 +316,7 @@ for call in ("register", "register", "release", "release", "release", "register"
 
 
 @x86_64
-def test_the_libraries_and_what_came_through(report, build):
+def test_the_libraries_and_their_calls(report, build):
     path, lines = report
     paths = [build("a.so", DIRECT), build("b.so", OTHER_CODE)]
     done = python(REGISTERS, *paths, env={"RDMAFORK_REPORT": str(path)}, text=True)
@@ -347,7 +349,7 @@ def test_a_libibverbs_without_dynamic_symbols_is_not_found(report, tmp_path):
 
 @x86_64
 @pytest.mark.parametrize(("options", "mode"), [(DIRECT, 0), ([], os.RTLD_DEEPBIND)])
-def test_what_is_registered_before_a_library_is_served_is_not_protected(build, options, mode):
+def test_memory_registered_before_a_library_is_served_is_not_protected(build, options, mode):
     preloaded(_registers_early, build("late.so", options), mode)
 
 
@@ -398,7 +400,7 @@ def forks(tmp_path):
     return compile_c(tmp_path / "forks", "-O1", "-rdynamic", tmp_path / "forks.c")
 
 
-def test_who_forked_is_not_named_by_another_file_in_its_place(report, tmp_path, capsys):
+def test_callers_of_fork_are_not_named_by_another_file_in_its_place(report, tmp_path, capsys):
     """The program was built anew before the report was read."""
     path, _ = report
     source = FORKS.replace(
@@ -419,7 +421,7 @@ LINKED = {"pie": ["-pie", "-fPIE"], "no-pie": ["-no-pie"], "stripped": ["-s"]}
 
 
 @pytest.mark.parametrize("linked", LINKED)
-def test_who_forked_is_named_though_nobody_else_may_call_it(report, tmp_path, capsys, linked):
+def test_static_callers_of_fork_are_named(report, tmp_path, capsys, linked):
     """The program is found by PATH, and its functions are static."""
     path, lines = report
     source = FORKS.replace(
@@ -444,7 +446,7 @@ def test_who_forked_is_named_though_nobody_else_may_call_it(report, tmp_path, ca
     assert [f"{count:>9}  {name}" for count, name in zip((5, 1), named, strict=True)] == told[-2:]
 
 
-def test_who_forked_is_named(report, forks):
+def test_callers_of_fork_are_named(report, forks):
     path, lines = report
     env = {"RDMAFORK_REPORT": str(path), "RDMAFORK_TRACE_FORKS": "1"}
     assert execute([forks], env=env).returncode == 0
@@ -456,7 +458,7 @@ def test_who_forked_is_named(report, forks):
     ]
 
 
-def test_who_forked_is_not_asked_without_need(report, forks):
+def test_callers_of_fork_are_not_looked_up_without_need(report, forks):
     path, lines = report
     execute([forks], env={"RDMAFORK_REPORT": str(path)})
     assert lines()[0]["fork_callers"] == [] and lines()[0]["forks"] == 6
@@ -483,7 +485,7 @@ def device_directory():
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_child_has_no_device_whoever_opened_it(build, device_directory, keep):
+def test_a_child_has_no_device_by_whichever_way_it_was_opened(build, device_directory, keep):
     env = {**SETTINGS, "RDMAFORK_KEEP_DEVICES": "1" if keep else None}
     library = rdmafork.get_library()
     try:
@@ -517,6 +519,92 @@ def _devices(path, keep):
     assert caught.value.errno == errno.ENOENT
 
 
+# Answers for /dev/zero as the kernel does for an uverbs device.
+ANSWERS = """
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdarg.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+int ioctl(int fd, unsigned long command, ...)
+{
+	struct stat status;
+	va_list values;
+	void *argument;
+
+	va_start(values, command);
+	argument = va_arg(values, void *);
+	va_end(values);
+	if (command == 0xc0181b01 && !fstat(fd, &status) && status.st_rdev == makedev(1, 5)) {
+		errno = EPROTONOSUPPORT;
+		return -1;
+	}
+	return (int)syscall(SYS_ioctl, fd, command, argument);
+}
+"""
+
+
+@pytest.fixture
+def answers(tmp_path):
+    (tmp_path / "answers.c").write_text(ANSWERS)
+    return compile_c(tmp_path / "answers.so", "-shared", "-fPIC", tmp_path / "answers.c")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("null", [False, True])
+def test_a_child_has_no_device_where_there_is_no_proc(build, answers, tmp_path, keep, null):
+    if os.geteuid():
+        pytest.skip("needs root, to go where there is no /proc")
+    env = {**SETTINGS, "RDMAFORK_KEEP_DEVICES": "1" if keep else None}
+    root = tmp_path / "root"
+    (root / "dev").mkdir(parents=True)
+    try:
+        if null:
+            os.mknod(root / "dev/null", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        preload = [answers, rdmafork.get_library()]
+        found = run(_devices_without_proc, build(), root, keep, null, env=env, preload=preload)
+        before, after, expected, *children = found
+        assert before == after and children == [expected] * 2
+    except PermissionError as error:
+        pytest.skip(f"no device files can be made here: {error}")
+
+
+def _devices_without_proc(path, root, keep, null):
+    load(path)
+    device, _ = (os.open(name, os.O_RDWR) for name in ("/dev/zero", "/dev/full"))
+    # Beyond the limit, where nothing can be put in its place.
+    far = fcntl.fcntl(device, fcntl.F_DUPFD, 900)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (800, 800))
+    before = _open_files()
+    os.chroot(root)
+    expected = dict(before)
+    if not keep:
+        expected[device] = os.makedev(1, 3) if null else "a pipe that reads b''"
+        del expected[far]
+    # No test fails here, where nothing can be imported.
+    children = child(_open_files), child(child, _open_files)
+    return before, _open_files(), expected, *children
+
+
+def _open_files():
+    """The device that each is, or its inode. The pipes of child() are not among them."""
+    found = {}
+    for fd in range(1024):
+        with contextlib.suppress(OSError):
+            status = os.fstat(fd)
+            found[fd] = status.st_rdev or status.st_ino
+            if stat.S_ISFIFO(status.st_mode) and os.get_blocking(fd):
+                del found[fd]
+            elif stat.S_ISFIFO(status.st_mode):
+                found[fd] = f"a pipe that reads {os.read(fd, 1)!r}"
+                os.write(fd, b"x")
+                found[fd] = "a pipe that is written to"
+    return found
+
+
 # A daemon: it opens and registers, forks twice, and registers again in its grandchild.
 DAEMON = """
 import ctypes, mmap, os, subprocess, sys
@@ -524,6 +612,9 @@ DEVICE = "/dev/infiniband/uverbs0"
 subprocess.run(["mount", "-t", "tmpfs", "none", "/dev/infiniband"], check=True)
 os.mknod(DEVICE, 0o600 | 0o020000, os.makedev(1, 5))
 library, does = ctypes.CDLL(sys.argv[1]), sys.argv[2]
+if sys.argv[3:]:
+    os.chroot("/dev/infiniband")
+    DEVICE = "/uverbs0"
 memory = mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 def use(call="register", offset=0):
@@ -543,6 +634,7 @@ use("release") if does == "cleans up" else [use(offset=4096) for _ in range(2)]
 """
 
 
+@pytest.mark.parametrize("chroot", [False, True])
 @pytest.mark.parametrize(
     ("does", "keep", "told"),
     [
@@ -554,12 +646,15 @@ use("release") if does == "cleans up" else [use(offset=4096) for _ in range(2)]
     ],
 )
 def test_a_daemon_that_goes_on_with_its_parent_s_device_is_told_once(
-    build, device_directory, report, does, keep, told
+    build, device_directory, answers, report, does, keep, told, chroot
 ):
     path, lines = report
-    env = {"RDMAFORK_REPORT": str(path), "RDMAFORK_KEEP_DEVICES": "1" if keep else None}
+    env = {"RDMAFORK_REPORT": path.name, "RDMAFORK_KEEP_DEVICES": "1" if keep else None}
     command = [*NAMESPACE, sys.executable, "-c", DAEMON, build(), does]
-    done = execute(command, env, text=True)
+    if chroot:  # where there is no /proc; the report lies in the directory all the same
+        env["LD_PRELOAD"] = f"{answers}:{rdmafork.get_library()}"
+        command.append("chroot")
+    done = execute(command, env, text=True, cwd=path.parent)
     if "PermissionError" in done.stderr:
         pytest.skip("no device files can be made here")
     assert done.returncode == 0, done.stderr
@@ -595,7 +690,7 @@ def test_a_device_that_no_libibverbs_was_found_for_is_told(build, device_directo
         pytest.skip("no device files can be made here")
     assert done.returncode == 0, done.stderr
     (line,) = [each for each in lines() if each["program"] == sys.executable]
-    assert line["device_unserved"] == (not served)
+    assert line["device_without_libibverbs"] == (not served)
 
 
 def test_a_child_short_of_descriptors_has_no_device_either(build, device_directory):

@@ -209,8 +209,8 @@ static void check_engine(struct rf_stats *stats)
 	rf_leave();
 	SOAK_CHECK(rf_stats(stats) == 0);
 	SOAK_CHECK(!stats->registrations && !stats->pending && !stats->ranges);
-	SOAK_CHECK(!stats->marked_ranges && !stats->marked_bytes && !stats->unreleased_bytes);
-	SOAK_CHECK(!stats->left_ranges && !stats->ibv_ranges && !stats->ibv_unbalanced);
+	SOAK_CHECK(!stats->marked_ranges && !stats->marked_bytes && !stats->still_marked_bytes);
+	SOAK_CHECK(!stats->unmarked_ranges && !stats->ibv_ranges && !stats->ibv_unbalanced);
 }
 
 /* ---- The result ---- */
@@ -264,7 +264,7 @@ static void print_result(const struct rf_stats *stats)
 	FIELD(*stats, forks);
 	FIELD(*stats, madvise_calls);
 	FIELD(*stats, query_calls);
-	FIELD(*stats, left_bytes);
+	FIELD(*stats, unmarked_bytes);
 	FIELD(*stats, ibv_calls);
 	FIELD(*stats, engine_bytes);
 	printf("}, \"errors\": 0}\n");

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import TIMEOUT, both_modes, environment
+from conftest import TIMEOUT, both_modes, environment, scaled
 
 PROGRAM = Path(__file__).resolve().parents[2] / "build/ctest/debug/soak"
 
@@ -35,13 +35,13 @@ def has_done_all(did, forks):
     assert did["pages_absent"] and did["pages_wiped"] and did["pages_written_over"]
     assert all(did[end] for end in ("by_exit_now", "by_exit", "by_signal", "killed"))
     assert did["moves"]["asked"]
-    assert did["engine"]["left_bytes"] == 0
+    assert did["engine"]["unmarked_bytes"] == 0
     return True
 
 
 @both_modes
 def test_traffic_forks_and_migration_lose_no_byte(pins, mode):
-    status, did, said = soak("--mode", mode, "--seconds", "4", "--forks", "400")
+    status, did, said = soak("--mode", mode, "--seconds", str(scaled(4)), "--forks", "400")
     assert status == 0, said
     assert did["mode"] == mode and has_done_all(did, 400)
 
@@ -53,7 +53,7 @@ def test_traffic_forks_and_migration_lose_no_byte(pins, mode):
         ("moved", "the device reads|after the device wrote"),
     ],
 )
-def test_what_is_lost_is_found(pins, wrong, found):
+def test_the_soak_finds_lost_bytes(pins, wrong, found):
     status, did, said = soak("--break", wrong, "--seconds", "200")
     assert status == 99 and did is None
     assert any(text in said for text in found.split("|")), said

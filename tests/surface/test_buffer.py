@@ -277,7 +277,7 @@ def test_sizes_that_cannot_be(nbytes, error, text):
     assert (rdmafork.stats().registrations, mappings_now()) == before
 
 
-def test_whatever_is_an_index_is_a_size():
+def test_any_index_may_be_a_size():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnprotectedWarning)
         with Buffer(np.int64(100), page_size=np.int32(PAGE)) as buffer:
@@ -307,7 +307,7 @@ def test_an_address_space_that_is_limited():
 
 @pytest.mark.parametrize("policy", ["wipe", "keep"])
 @fresh
-def test_what_children_get_is_for_the_engine_to_say(policy):
+def test_on_fork_is_passed_on_and_refused_by_the_engine(policy):
     """It passes on_fork on, and the engine's refusal too."""
     rdmafork.fork_init()
     lines = mappings_now()
@@ -332,7 +332,7 @@ def test_a_policy_that_is_none():
 
 
 @fresh(env={"RDMAV_FORK_SAFE": "1", "RDMAFORK_MODE": "nonsense"})
-def test_what_the_engine_refuses_leaves_no_memory():
+def test_a_refused_buffer_leaves_no_memory():
     lines = mappings_now()
     with pytest.raises(OSError, match="RDMAFORK_MODE=nonsense") as caught:
         Buffer(HUGE)

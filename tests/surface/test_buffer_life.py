@@ -123,7 +123,7 @@ def test_views_and_their_buffer_may_be_one_garbage():
 
 @both_modes
 @fresh
-def test_what_a_child_maps_in_its_place_stays(mode):
+def test_a_child_s_mapping_in_its_place_stays(mode):
     """When the child collects its parent's Buffer, the addresses may be another's."""
     rdmafork.fork_init(mode)
     buffers = [Buffer(5000)]
@@ -369,7 +369,7 @@ def make_and_close(nbytes, page_size):
 @pytest.mark.parametrize("nbytes, page_size", [(1, None), (HUGE, None), (1, HUGE)])
 @both_modes
 @fresh
-def test_whatever_call_fails_nothing_is_left(mode, nbytes, page_size, hugepages_for_faults):
+def test_no_failed_call_leaves_anything(mode, nbytes, page_size, hugepages_for_faults):
     """Each call of making and closing one, failed in turn."""
     if not shutil.which("strace"):
         pytest.skip("no strace")
@@ -405,7 +405,7 @@ def test_whatever_call_fails_nothing_is_left(mode, nbytes, page_size, hugepages_
             (found,) = rdmafork.protected_ranges()
             assert (found.start, found.end) == (keeps_tables.address, keeps_tables.address + PAGE)
             fork_once()
-            assert rdmafork.stats().unreleased_bytes == 0
+            assert rdmafork.stats().still_marked_bytes == 0
     assert injected >= 8
     make_and_close(nbytes, page_size)
 

@@ -105,7 +105,7 @@ def test_a_pool_of_workers_works_in_place():
 
 @both_modes
 @fresh
-def test_what_a_child_can_say_of_it(mode):
+def test_a_child_can_ask_about_it(mode):
     rdmafork.fork_init(mode)
     buffer = Buffer(5000, shared=True)
     assert not buffer.inherited and repr(buffer).endswith("shared, protected>")
@@ -243,7 +243,7 @@ def test_its_size_lasts():
 
 
 @fresh
-def test_what_cannot_be_attached(tmp_path):
+def test_descriptors_that_cannot_be_attached(tmp_path):
     rdmafork.fork_init()
     path = tmp_path / "file"
     path.write_bytes(b"x" * 5000)
@@ -282,7 +282,7 @@ def test_there_is_nothing_to_choose_for_children(policy):
 
 
 @fresh
-def test_what_could_not_be_made_closes_no_descriptor():
+def test_a_buffer_that_could_not_be_made_closes_no_descriptor():
     files = open_files()
     assert 0 in files
     for arguments, options in (

@@ -82,7 +82,7 @@ def test_an_inherited_registration_refuses_every_use(mode):
 
 @both_modes
 @fresh
-def test_inherited_and_closed_say_what_they_are(mode):
+def test_inherited_and_closed_registrations_say_so(mode):
     registration, _memory, _address = start(mode)
     assert (registration.inherited, registration.closed) == (False, False)
     assert child(lambda: (registration.inherited, registration.closed)) == (True, False)
@@ -273,7 +273,7 @@ class Gone(dict):
 @both_modes
 @pytest.mark.parametrize("kind", ["endless", "failing", "gone"])
 @fresh
-def test_a_child_closes_whatever_owner_there_is(mode, kind):
+def test_a_child_closes_any_kind_of_owner(mode, kind):
     rdmafork.fork_init(mode)
     memory, address = private_map(8 * PAGE)
     target = Gone()
@@ -585,7 +585,7 @@ def test_a_raw_child_s_lazy_memory_is_left_to_the_kernel(make):
 @both_ways
 @both_modes
 @fresh
-def test_a_raw_child_has_what_was_not_registered(make, mode):
+def test_a_raw_child_has_the_bytes_that_were_not_registered(make, mode):
     """The kernel copies the edges for whatever child."""
     rdmafork.fork_init(mode)
     memory, address = private_map(4 * PAGE)
@@ -603,7 +603,7 @@ def test_a_raw_child_has_what_was_not_registered(make, mode):
 @both_ways
 @both_modes
 @fresh
-def test_a_raw_child_finds_holes_that_nobody_guards(make, mode):
+def test_a_raw_child_finds_unguarded_holes(make, mode):
     _registration, _memory, address = start(mode, npages=4)
     hole = {"flags": MAP_FIXED_NOREPLACE, "fixed": False}
 
@@ -620,7 +620,7 @@ def test_a_raw_child_finds_holes_that_nobody_guards(make, mode):
 
 @both_ways
 @fresh
-def test_a_raw_child_lacks_shared_memory_until_a_fork_has_asked_what_it_is(make):
+def test_a_raw_child_lacks_shared_memory_until_a_fork_has_asked_about_it(make):
     """Eager marks first and asks later; a fork through libc asks before it makes its child."""
     rdmafork.fork_init("eager")
     memory, address = shared_map(4 * PAGE)

@@ -346,7 +346,7 @@ def test_forks_leave_nothing(mode):
     forks(200)
     after = rdmafork.stats()
     assert after.engine_bytes == before.engine_bytes
-    assert (after.ranges, after.marked_bytes, after.unreleased_bytes) == (0, 0, 0)
+    assert (after.ranges, after.marked_bytes, after.still_marked_bytes) == (0, 0, 0)
     assert os.listdir("/proc/self/fd") == descriptors
     assert Path("/proc/self/maps").read_text().count("\n") <= maps + 4
 
@@ -439,7 +439,7 @@ def test_a_view_is_collected_after_its_registration(mode, first):
 
 
 @fresh
-def test_a_child_collects_what_it_inherited():
+def test_a_child_collects_inherited_registrations():
     rdmafork.fork_init()
     gc.disable()
     holder = Holder()
@@ -527,7 +527,7 @@ def defined(path):
     return {line.split()[-1].split("@")[0] for line in lines if " T " in line}
 
 
-def test_the_library_exports_what_its_header_declares():
+def test_the_library_exports_the_functions_of_its_header():
     header = Path(rdmafork.get_include(), "rdmafork.h").read_text()
     header = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     declared = set(re.findall(r"^RF_API\s[^;(]*?\b(\w+)\(", header, re.M))

@@ -56,7 +56,7 @@ def test_it_costs_no_system_call_before_a_fork_and_after():
 
 
 @fresh(env={"RDMAFORK_MODE": "eager"})
-def test_memory_that_nobody_holds_is_marked_again_all_the_same():
+def test_memory_that_is_not_held_is_marked_again_all_the_same():
     rdmafork.fork_init()
     _outer, start = some_memory()
     calls = stats().madvise_calls
@@ -65,7 +65,7 @@ def test_memory_that_nobody_holds_is_marked_again_all_the_same():
 
 
 @fresh(env={"RDMAFORK_MODE": "eager"})
-def test_any_order_of_closing_leaves_what_is_registered_marked():
+def test_any_order_of_closing_leaves_registered_pages_marked():
     rdmafork.fork_init()
     chance = random.Random(4)
     for _ in range(100):

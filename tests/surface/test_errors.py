@@ -79,7 +79,7 @@ def started():
 
 
 @pytest.mark.parametrize("thing", [None, 7, 1.5, [1], {}, object(), "text", bytearray, range(3)])
-def test_what_is_no_buffer(thing):
+def test_objects_that_are_no_buffers(thing):
     with fails(TypeError, repr(type(thing).__name__), "buffer protocol", "CPU tensor"):
         rdmafork.register(thing)
 
@@ -189,7 +189,7 @@ def test_a_tensor_that_raises():
     [memoryview(bytearray(100))[::2], np.zeros((8, 8))[:, :4], np.zeros(9)[::-1]],
     ids=["memoryview", "columns", "reversed"],
 )
-def test_what_is_not_contiguous(view):
+def test_buffers_that_are_not_contiguous(view):
     with fails(BufferError, type(view).__name__, "contiguous", "view of", "copy"):
         rdmafork.register(view)
 
@@ -241,13 +241,13 @@ def test_negative_numbers(address, nbytes):
     ],
 )
 @pytest.mark.parametrize("owner", [None, "owner"])
-def test_what_leaves_the_address_space(address, nbytes, owner):
+def test_ranges_beyond_the_address_space(address, nbytes, owner):
     with fails(OverflowError, f"0x{address:x}", str(nbytes), "address space"):
         rdmafork.register_address(address, nbytes, owner=owner)
 
 
 @pytest.mark.parametrize("address, nbytes", [(1.0, 1), (1, 1.0), ("1", 1), (None, 1), (1, b"1")])
-def test_what_is_no_integer(address, nbytes):
+def test_arguments_that_are_no_integers(address, nbytes):
     with fails(TypeError, "integer"):
         rdmafork.register_address(address, nbytes)
 
@@ -597,11 +597,11 @@ def test_lazy_without_mappings_left_is_the_kernel_s_to_copy():
                 os._exit(memory[4 * PAGE] != ord("m"))
             assert os.waitpid(pid, 0)[1] == 0
             numbers = rdmafork.stats()
-        assert numbers.left_bytes == 4 * PAGE and numbers.marked_bytes == 0
+        assert numbers.unmarked_bytes == 4 * PAGE and numbers.marked_bytes == 0
         assert {r.protected_by for r in rdmafork.protected_ranges()} == {"kernel"}
         fork_once()  # now there is room
         assert "dc" in vm_flags(address + 4 * PAGE)
-        assert rdmafork.stats().left_bytes == 0
+        assert rdmafork.stats().unmarked_bytes == 0
 
 
 @fresh
@@ -616,10 +616,10 @@ def test_a_release_without_mappings_left_is_made_up_for():
     with FullTable():
         outer.close()  # page 8 would become ordinary in the midst of marked ones
         numbers = rdmafork.stats()
-    assert numbers.unreleased_bytes == PAGE
+    assert numbers.still_marked_bytes == PAGE
     assert "dc" in vm_flags(at)
     fork_once()
-    assert rdmafork.stats().unreleased_bytes == 0
+    assert rdmafork.stats().still_marked_bytes == 0
     assert "dc" not in vm_flags(at)
     assert "dc" in vm_flags(address) & vm_flags(at + PAGE)
     for part in parts:
@@ -663,7 +663,7 @@ def test_sealed_memory_lazy():
         assert child(lambda: (is_mapped(at), is_mapped(address))) == (True, False)
         by = {r.start: r.protected_by for r in rdmafork.protected_ranges()}
         assert (by[at], by[address]) == ("kernel", "advice")
-        assert rdmafork.stats().left_bytes == 4 * PAGE
+        assert rdmafork.stats().unmarked_bytes == 4 * PAGE
 
 
 def refuse_madvise(advice, number):
@@ -715,7 +715,7 @@ def _sandboxed(mode):
         return
     with rdmafork.register(memory):
         assert child(lambda: is_mapped(address)) is True
-        assert rdmafork.stats().left_bytes == 4 * PAGE
+        assert rdmafork.stats().unmarked_bytes == 4 * PAGE
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EPERM])

@@ -133,7 +133,7 @@ class Scene:
         assert numbers.registrations == 0 and rdmafork.protected_ranges() == []
         check_claims(self.before)
         if released:
-            assert numbers.marked_bytes == numbers.unreleased_bytes == 0
+            assert numbers.marked_bytes == numbers.still_marked_bytes == 0
             assert set(marks()) <= self.before
 
 
@@ -195,7 +195,7 @@ def _begun_in_a_sandbox(name, number):
     os.geteuid() != 0 or not shutil.which("unshare"), reason="hiding /proc takes root and unshare"
 )
 @both_modes
-def test_without_proc_what_needs_no_question_works(mode, hugepages):
+def test_without_proc_calls_that_need_no_question_work(mode, hugepages):
     hugepages(4)
     if subprocess.run([*WITHOUT_PROC, "true"], capture_output=True).returncode:
         pytest.skip("no mount namespace can be made")
@@ -226,7 +226,7 @@ def _without_proc(mode):
             os._exit(got != (1 if trusted else -1))
         assert os.waitpid(pid, 0)[1] == 0
     numbers = rdmafork.stats()
-    assert numbers.registrations == numbers.marked_bytes == numbers.unreleased_bytes == 0
+    assert numbers.registrations == numbers.marked_bytes == numbers.still_marked_bytes == 0
     huge, at = mmap.mmap(-1, 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000), 0
     at = ctypes.addressof(ctypes.c_char.from_buffer(huge))
     with rdmafork.register(huge):  # aligned to its pages: no question
@@ -360,7 +360,7 @@ def huge_without_a_pool():
     return checked(libc.mmap(None, 2 * HUGE, 3, 0x22 | 0x40000 | 0x4000, -1, 0), "MAP_HUGETLB")
 
 
-# The kernel refuses to unmark them, marked or not, and that is counted as unreleased.
+# The kernel refuses to unmark them, marked or not, and that is counted as still marked.
 UNMARKED_BY_NOBODY = {"vvar", "droppable"}
 
 KINDS = {
@@ -429,7 +429,7 @@ def _of_a_kind(kind, mode):
             fork_once()
             assert marks() == before
             assert rdmafork.stats().registrations == 0
-            assert kind in UNMARKED_BY_NOBODY or rdmafork.stats().unreleased_bytes == 0
+            assert kind in UNMARKED_BY_NOBODY or rdmafork.stats().still_marked_bytes == 0
     return None
 
 

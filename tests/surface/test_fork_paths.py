@@ -158,7 +158,7 @@ class Scene:
         assert all(r.protected and not r.inherited for r in self.registrations)
         now = rdmafork.stats()
         assert now.registrations == len(self.registrations)
-        assert now.forks_unprepared == 0
+        assert now.forks_unmarked == 0
         assert now.forks - self.before.forks == forks
         assert now.pending == (0 if forks else self.before.pending)
         marked = bool(forks) or self.mode == "eager"
@@ -183,7 +183,7 @@ class Scene:
             registration.close()
         assert "dc" not in vm_flags(self.address) | vm_flags(self.loose)
         numbers = rdmafork.stats()
-        assert numbers.registrations == numbers.marked_bytes == numbers.unreleased_bytes == 0
+        assert numbers.registrations == numbers.marked_bytes == numbers.still_marked_bytes == 0
 
 
 def test_the_table_is_complete():

@@ -54,7 +54,7 @@ def _gil_after_importing(names):
     return sys._is_gil_enabled()
 
 
-def test_what_four_threads_run_at_once_is_there():
+def test_the_tests_named_for_four_threads_exist():
     """parallel.txt names tests, which may be deleted or get another name."""
     for line in (HERE / "tools/parallel.txt").read_text().splitlines():
         file, _, name = line.partition("::")
@@ -130,7 +130,7 @@ def test_a_buffer_goes_once_and_never_under_a_view(mode):
 
 @both_modes
 @fresh
-def test_a_child_uses_what_other_threads_had_in_their_hands_at_the_fork(mode):
+def test_a_child_uses_objects_that_other_threads_held_at_the_fork(mode):
     """No lock of an object is left taken by a thread that is not there."""
     sys.setswitchinterval(1e-6)
     rdmafork.fork_init(mode)
@@ -173,7 +173,7 @@ def test_a_child_uses_what_other_threads_had_in_their_hands_at_the_fork(mode):
 
 
 @fresh
-def test_an_owner_goes_once_whoever_closes():
+def test_an_owner_goes_once_whichever_thread_closes():
     """Closers wait for the engine together, and for the owner's own code one after the other."""
     sys.setswitchinterval(1e-6)
     rdmafork.fork_init("eager")
@@ -230,7 +230,7 @@ def _opened_by_all():
     nothing_is_left(library)
 
 
-def test_a_context_is_opened_once_by_whatever_thread(run, device):
+def test_a_context_is_opened_once_by_any_thread(run, device):
     run(_opened_by_all, env=device)
 
 
@@ -371,5 +371,5 @@ def _inherited():
     nothing_is_left(library)
 
 
-def test_a_child_makes_no_call_of_the_device_s_for_what_it_drops(run, device):
+def test_a_child_makes_no_device_call_for_objects_it_drops(run, device):
     run(_inherited, env=device)

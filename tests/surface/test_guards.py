@@ -196,7 +196,7 @@ DEATHS = {
 
 
 @modes_and_trust
-def test_a_stale_pointer_faults_and_hits_nobody(mode, trust):
+def test_a_stale_pointer_faults_and_hits_no_other_mapping(mode, trust):
     ends, written, hit = run(use_stale_pointers, mode, env={"RDMAFORK_TRUST_COPYING": trust})
     assert ends == DEATHS
     assert written == {errno.EFAULT}

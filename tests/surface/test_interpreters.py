@@ -121,7 +121,7 @@ def test_hooks_that_register_close_and_fail(mode):
         assert rdmafork.stats().registrations == 1
     kept.pop().close()
     assert "dc" not in vm_flags(address)
-    assert rdmafork.stats().registrations == rdmafork.stats().unreleased_bytes == 0
+    assert rdmafork.stats().registrations == rdmafork.stats().still_marked_bytes == 0
 
 
 @both_modes
@@ -154,7 +154,7 @@ def test_hooks_of_threads_that_fork_at_once(mode):
 
 @both_modes
 @fresh
-def test_what_a_thread_leaves_behind_forks_as_it_goes(mode):
+def test_a_finalizer_may_fork_as_its_thread_ends(mode):
     """A thread-local object's finalizer runs when the thread is all but gone."""
     rdmafork.fork_init(mode)
     memory, address = private_map(4 * PAGE)
@@ -251,7 +251,7 @@ def test_forks_and_registrations_to_the_very_end(mode):
 
 
 @both_modes
-def test_the_interpreter_s_end_closes_what_is_open(mode, tmp_path):
+def test_the_interpreter_s_end_closes_open_registrations(mode, tmp_path):
     """Said by the engine as the process ends, when Python is gone."""
     report = tmp_path / "report"
     python(
@@ -328,7 +328,7 @@ assert live() == 0
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_an_interpreter_that_ends_releases_what_it_registered(isolated):
+def test_an_interpreter_that_ends_releases_its_registrations(isolated):
     """And keeps the module for ever: who imports it then is told so, the engine goes on."""
     lines = python(
         INTERPRETERS

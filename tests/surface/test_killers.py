@@ -29,6 +29,7 @@ from conftest import (
     libc,
     madvise,
     run,
+    scaled,
 )
 
 import rdmafork
@@ -359,7 +360,7 @@ def test_it_kills_as_libibverbs_does_it(name):
     assert re.search(symptom, f"{caught.type.__name__}: {caught.value}")
 
 
-CHILDREN = int(10_000 / len(SITUATIONS) / SLOWNESS)
+CHILDREN = scaled(10_000 / len(SITUATIONS) / SLOWNESS)
 
 
 def have_children(memory, mode, seed):

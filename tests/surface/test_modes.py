@@ -68,7 +68,7 @@ def test_a_value_that_means_nothing_is_refused(name):
 
 @pytest.mark.parametrize("value", ["", "1", None])
 @fresh
-def test_a_kernel_is_what_it_is_where_the_environment_does_not_say_otherwise(value):
+def test_other_values_of_the_environment_leave_the_kernel_as_it_is(value):
     os.environ.pop("RDMAFORK_TRUST_COPYING", None)
     found = rdmafork.kernel_info()
     if value is not None:
@@ -105,7 +105,7 @@ def test_lazy_is_refused_where_copying_is_not_trusted(name):
 
 @needs_lazy
 @fresh
-def test_what_is_in_force_stays_so_when_the_environment_changes():
+def test_the_mode_stays_when_the_environment_changes():
     rdmafork.fork_init()
     os.environ["RDMAFORK_TRUST_COPYING"] = "0"
     rdmafork.fork_init()

@@ -71,7 +71,7 @@ def test_a_lazy_registration_to_wipe_makes_no_system_call():
 
 @both_modes
 @fresh
-def test_a_child_may_write_what_was_wiped_and_give_it_to_its_own(mode):
+def test_a_child_may_write_wiped_pages_and_give_them_to_its_own(mode):
     rdmafork.fork_init(mode)
     memory, address = mapped(4 * PAGE)
     registration = register(memory, on_fork="wipe")
@@ -87,7 +87,7 @@ def test_a_child_may_write_what_was_wiped_and_give_it_to_its_own(mode):
 
 @both_modes
 @fresh
-def test_a_child_reads_what_is_kept(mode):
+def test_a_child_reads_kept_pages(mode):
     rdmafork.fork_init(mode)
     memory, address = mapped(4 * PAGE)
     with register(memory, on_fork="keep") as registration:
@@ -184,7 +184,7 @@ def wiped_huge_pages(mode):
 
 @both_modes
 @fresh
-def test_a_child_gets_a_copy_of_what_no_single_registration_fills(mode):
+def test_a_child_gets_a_copy_of_pages_that_no_single_registration_fills(mode):
     rdmafork.fork_init(mode)
     memory, address = mapped(2 * PAGE)
     with (
@@ -197,7 +197,7 @@ def test_a_child_gets_a_copy_of_what_no_single_registration_fills(mode):
 
 @both_modes
 @fresh
-def test_shared_memory_is_kept_whatever_is_wished(mode):
+def test_shared_memory_is_kept_under_every_policy(mode):
     rdmafork.fork_init(mode)
     memory, address = shared_map(2 * PAGE)
     with register(memory, on_fork="keep"), register(memory):
@@ -207,7 +207,7 @@ def test_shared_memory_is_kept_whatever_is_wished(mode):
 
 
 @fresh
-def test_an_inherited_registration_says_what_became_of_its_memory():
+def test_an_inherited_registration_tells_its_memory_s_policy():
     rdmafork.fork_init()
     words = {"omit": "is not inherited", "wipe": "was wiped", "keep": "is a copy"}
     for on_fork, word in words.items():

@@ -1,19 +1,14 @@
 """What a fork does to registered memory: each promise, from the child's side too."""
 
-import ctypes
-import errno
 import gc
 import inspect
-import itertools
 import mmap
 import os
 import signal
 import struct
-import weakref
 
 import pytest
 from conftest import (
-    HUGE,
     PAGE,
     PLACE,
     UNTRUSTED,
@@ -22,10 +17,8 @@ from conftest import (
     child,
     fork_once,
     fresh,
-    huge_map,
     libc,
     map_at,
-    mappings,
     marked,
     modes_and_trust,
     needs_lazy,
@@ -37,7 +30,6 @@ from conftest import (
     shared_map,
     smaps,
     unmap,
-    unmarks_huge_pages,
     write,
 )
 
@@ -79,7 +71,7 @@ def test_lazy_marks_at_the_fork_and_unmarks_at_close():
 
 @needs_lazy
 @fresh
-def test_what_was_never_registered_at_a_fork_costs_no_system_call(tmp_path):
+def test_registrations_between_forks_cost_no_system_call(tmp_path):
     rdmafork.fork_init("lazy")
     memory, _ = private_map(8 * PAGE)
     keep = register(memory)
@@ -137,7 +129,7 @@ def test_eager_marks_before_register_returns():
 
 @both_modes
 @fresh
-def test_memory_nobody_holds_is_marked_at_once(mode):
+def test_memory_that_is_not_held_is_marked_at_once(mode):
     rdmafork.fork_init(mode)
     _memory, address = private_map(8 * PAGE)
     registration = register_address(address + PAGE, 2 * PAGE)
@@ -276,7 +268,7 @@ def shared_memory(mode):
         memory[PAGE + 5] = 0
         assert marked(address, 8 * PAGE) == []
     assert {p[3] for p in protections()} == {"shared"}
-    assert stats().marked_bytes == stats().left_bytes == 0
+    assert stats().marked_bytes == stats().unmarked_bytes == 0
     for registration in registrations:
         registration.close()
 
@@ -337,7 +329,7 @@ def test_edges_of_shared_and_of_unmapped_memory_are_told_apart():
 
 @both_modes
 @fresh
-def test_a_failed_registration_leaves_what_is_known_of_others(mode):
+def test_a_failed_registration_leaves_the_facts_of_others(mode):
     rdmafork.fork_init(mode)
     map_at(PLACE, 4 * PAGE, shared=True)
     registration = register_address(PLACE, 4 * PAGE, owner=Owner())
@@ -346,153 +338,9 @@ def test_a_failed_registration_leaves_what_is_known_of_others(mode):
         register_address(PLACE, 8 * PAGE)
     fork_once()
     assert protections() == [(PLACE, PLACE + 4 * PAGE, 1, "shared")]
-    assert stats().left_bytes == stats().unreleased_bytes == 0
+    assert stats().unmarked_bytes == stats().still_marked_bytes == 0
     registration.close()
     assert stats().ranges == 0
-
-
-# ---- memory is held ------------------------------------------------------------------------
-
-
-@both_modes
-@fresh
-def test_registered_memory_cannot_be_resized_or_freed(mode):
-    rdmafork.fork_init(mode)
-    array = bytearray(4 * PAGE)
-    memory, _ = private_map(4 * PAGE)
-    registrations = [register(array), register(memory)]
-    for change in (array.clear, lambda: array.extend(b"x"), array.pop, memory.close):
-        with pytest.raises(BufferError):
-            change()
-    with pytest.raises(BufferError):
-        memory.resize(8 * PAGE)
-    for registration in registrations:
-        registration.close()
-    array.extend(b"x")
-    memory.resize(8 * PAGE)
-    memory.close()
-
-
-@both_modes
-@fresh
-def test_who_does_not_ask_moves_registered_memory(mode):
-    """A limit: the registration names what was freed, until it is closed."""
-    rdmafork.fork_init(mode)
-    array = (ctypes.c_char * (4 * PAGE))()
-    registration = register(array)
-    try:
-        ctypes.resize(array, 64 * PAGE)
-    except BufferError:
-        pytest.skip("this Python asks")
-    assert ctypes.addressof(array) != registration.address
-    fork_once()
-    registration.close()
-    assert stats().registrations == stats().marked_bytes == stats().unreleased_bytes == 0
-
-
-@both_modes
-@fresh
-def test_the_buffer_lives_as_long_as_its_registration(mode):
-    class Memory(bytearray):
-        pass
-
-    rdmafork.fork_init(mode)
-    memory = Memory(8 * PAGE)
-    seen = weakref.ref(memory)
-    registration = register(memory)
-    assert registration.obj is memory
-    del memory
-    gc.collect()
-    assert seen() is registration.obj
-    registration.close()
-    gc.collect()
-    assert seen() is None
-    owner = Owner()
-    seen = weakref.ref(owner)
-    registration = register_address(PLACE, 0, owner=owner)
-    del owner
-    assert seen() is registration.obj
-    del registration
-    gc.collect()
-    assert seen() is None
-
-
-@both_modes
-@fresh
-def test_a_registration_that_is_dropped_is_closed(mode):
-    rdmafork.fork_init(mode)
-    memory, address = private_map(4 * PAGE)
-    register(memory)
-    assert stats().registrations == 0
-    registration = register(memory)
-    fork_once()
-    assert marked(address, 4 * PAGE) == pages(address, 4)
-    ring = [registration]
-    ring.append(ring)
-    del registration, ring
-    gc.collect()
-    assert marked(address, 4 * PAGE) == []
-    memory.resize(8 * PAGE)
-
-
-@both_modes
-@fresh
-def test_registrations_overlap(mode):
-    rdmafork.fork_init(mode)
-    memory, address = private_map(32 * PAGE)
-    spans = [(0, 16), (8, 24), (8, 24), (12, 13), (0, 32), (20, 32)]
-    live = {}
-    for index, (start, end) in enumerate(spans):
-        live[index] = register(memoryview(memory)[start * PAGE : end * PAGE])
-    fork_once()
-    counts = [sum(s <= i < e for s, e in spans) for i in range(32)]
-    listed = {
-        page: r.registrations
-        for r in rdmafork.protected_ranges()
-        for page in range(r.start, r.end, PAGE)
-    }
-    assert [listed[a] for a in pages(address, 32)] == counts
-    for index in (4, 1, 3, 0, 5, 2):
-        live.pop(index).close()
-        left = [spans[i] for i in live]
-        expected = [address + i * PAGE for i in range(32) if any(s <= i < e for s, e in left)]
-        assert marked(address, 32 * PAGE) == expected
-    assert stats().ranges == 0
-
-
-@both_modes
-@fresh
-def test_memory_given_back_is_ordinary(mode):
-    """Also for children no handler sees."""
-    rdmafork.fork_init(mode)
-    array = bytearray(1 << 20)
-    registration = register(array)
-    span = registration.address, registration.nbytes
-    fork_once()
-    registration.close()
-    assert child(bytes, array) == bytes(array)
-    count = len(mappings(*span))
-    for _ in range(50):
-        with register(array):
-            fork_once()
-    assert len(mappings(*span)) == count
-
-
-@needs_lazy
-@fresh
-def test_marks_do_not_leave_mappings_split():
-    """Pages first touched between marked neighbours merge with them again."""
-    rdmafork.fork_init("lazy")
-    map_at(PLACE, 400 * PAGE)
-    registrations = [
-        register_address(PLACE + i * PAGE, PAGE, owner=Owner()) for i in range(1, 400, 2)
-    ]
-    fork_once()
-    assert len(mappings(PLACE, 400 * PAGE)) >= 390
-    write(PLACE, bytes([1]) * 400 * PAGE)
-    for registration in registrations:
-        registration.close()
-    assert len(mappings(PLACE, 400 * PAGE)) <= 3
 
 
 # ---- within a fork -------------------------------------------------------------------------
@@ -639,180 +487,26 @@ def test_no_more_than_half_of_the_mappings():
     numbers = stats()
     assert numbers.vma_budget == limit // 2
     assert numbers.vmas <= numbers.vma_budget
-    assert numbers.left_ranges > 0
-    assert numbers.left_ranges + numbers.marked_ranges == count + 1
+    assert numbers.unmarked_ranges > 0
+    assert numbers.unmarked_ranges + numbers.marked_ranges == count + 1
     assert len(smaps()) < limit * 0.6
     # The longest first: they cost the kernel most.
     assert marked(PLACE + (1 << 40), 64 * PAGE) == pages(PLACE + (1 << 40), 64)
     kinds = [p[3] for p in protections()]
-    assert kinds.count("kernel") == numbers.left_ranges
+    assert kinds.count("kernel") == numbers.unmarked_ranges
     assert bytearray(1 << 22)  # malloc still works
     # What is given back is for others to have.
     for registration in registrations[::2]:
         registration.close()
     del registrations[::2]
     fork_once()
-    assert stats().left_ranges == 0
+    assert stats().unmarked_ranges == 0
     assert stats().marked_ranges == len(registrations) + 1
     large.close()
     del registrations[:]
     numbers = stats()
     assert numbers[1:6] == (0, 0, 0, 0, 0)
     assert len(smaps()) < 1000
-
-
-# ---- huge pages ----------------------------------------------------------------------------
-
-
-@modes_and_trust
-def test_a_few_bytes_of_a_huge_page_take_all_of_it(mode, trust, hugepages):
-    hugepages(3)
-    run(few_bytes_of_a_huge_page, mode, env={"RDMAFORK_TRUST_COPYING": trust})
-
-
-def few_bytes_of_a_huge_page(mode):
-    rdmafork.fork_init(mode)
-    memory, address = huge_map(3)
-    memory[:] = b"h" * len(memory)
-    registration = register(memoryview(memory)[HUGE + 100 : HUGE + 164])
-    if mode == "lazy":
-        assert marked(address, 3 * HUGE) == []
-    # The pool is used up: one huge page to copy and this fork would fail, were it pinned.
-    assert child(read, address + HUGE, HUGE) == b"h" * HUGE
-    assert marked(address, 3 * HUGE) == pages(address + HUGE, 512)
-    assert protections() == [(address + HUGE, address + 2 * HUGE, 1, "advice")]
-    assert child(read, address, 5) == b"hhhhh"
-    registration.close()
-    assert marked(address, 3 * HUGE) == []
-    assert child(read, address + HUGE, 5) == b"hhhhh"
-
-
-@modes_and_trust
-@pytest.mark.parametrize("holds", ["held", "not held"])
-def test_a_part_of_a_marked_huge_page_does_not_fill_it(mode, trust, holds, hugepages):
-    """madvise() takes any part of a huge page that is marked already, and says nothing."""
-    hugepages(1)
-    run(part_of_a_marked_huge_page, mode, holds, env={"RDMAFORK_TRUST_COPYING": trust})
-
-
-def part_of_a_marked_huge_page(mode, holds):
-    rdmafork.fork_init(mode)
-    # A huge page, and base pages after it.
-    memory, address = private_map(3 * HUGE)
-    address += -address % HUGE
-    map_at(address, HUGE, huge=True)
-    nbytes = HUGE + 4 * PAGE
-    write(address, b"h" * nbytes)
-    owner = memory if holds == "held" else None
-    first = register_address(address, HUGE, owner=owner)
-    parts = [
-        # Of marked pages alone, and with pages that bear no mark yet.
-        register_address(address + PAGE, PAGE, owner=owner),
-        register_address(address + HUGE // 2, HUGE // 2, on_fork="wipe", owner=owner),
-        register_address(address + HUGE // 2, HUGE // 2 + PAGE, on_fork="wipe", owner=owner),
-    ]
-    assert child(read, address + PAGE) == signal.SIGSEGV
-    first.close()
-    expected = b"h" * HUGE + bytes(PAGE) + b"h" * 3 * PAGE
-    for part in parts:
-        assert child(read, address, nbytes) == expected
-        part.close()
-    assert child(read, address, nbytes) == b"h" * nbytes
-    unmap(address, HUGE)
-
-
-@modes_and_trust
-@pytest.mark.parametrize("holds", ["held", "not held"])
-def test_all_base_pages_of_a_huge_page_do_not_fill_it(mode, trust, holds, hugepages):
-    """madvise() takes them, as together they are the huge page."""
-    hugepages(1)
-    run(all_base_pages_of_a_huge_page, mode, holds, env={"RDMAFORK_TRUST_COPYING": trust})
-
-
-def all_base_pages_of_a_huge_page(mode, holds):
-    rdmafork.fork_init(mode)
-    memory, address = huge_map(1)
-    memory[:] = b"h" * HUGE
-    owner = memory if holds == "held" else None
-    for start, end in ((0, HUGE - 100), (100, HUGE), (100, HUGE - 100)):
-        with register_address(address + start, end - start, owner=owner):
-            assert child(read, address, HUGE) == b"h" * HUGE
-    with register_address(address, HUGE, owner=owner):
-        assert child(read, address) == signal.SIGSEGV
-
-
-@both_modes
-@needs_pins
-def test_pinned_huge_pages_and_an_empty_pool(mode, hugepages):
-    hugepages(2)
-    run(pinned_huge_pages, mode)
-
-
-def pinned_huge_pages(mode):
-    rdmafork.fork_init(mode)
-    memory, address = huge_map(2)
-    memory[:] = b"h" * len(memory)
-    with Pins(memory):
-        try:
-            pid = os.fork()
-        except OSError as error:
-            assert error.errno == errno.ENOMEM
-        else:
-            if not pid:
-                os._exit(0)
-            os.waitpid(pid, 0)
-            pytest.skip("this kernel does not need huge pages to fork with pinned ones")
-        # A byte in each is enough, and each fork works.
-        with register(memoryview(memory)[HUGE - 1 : HUGE + 1]):
-            assert child(len, "x") == 1
-            assert child(read, address, 2 * HUGE) == b"h" * 2 * HUGE
-
-
-@unmarks_huge_pages
-@both_modes
-def test_huge_pages_of_several_registrations(mode, hugepages):
-    hugepages(4)
-    run(several_registrations_of_huge_pages, mode)
-
-
-def several_registrations_of_huge_pages(mode):
-    rdmafork.fork_init(mode)
-    memory, address = huge_map(4)
-    view = memoryview(memory)
-    spans = [(10, 20), (HUGE - 5, HUGE + 5), (HUGE, 2 * HUGE), (3 * HUGE, 3 * HUGE + PAGE)]
-    for order in itertools.permutations(range(4)):
-        live = {i: register(view[slice(*spans[i])]) for i in order}
-        fork_once()
-        for i in order:
-            expected = {
-                page for k in live for page in range(spans[k][0] // HUGE, -(-spans[k][1] // HUGE))
-            }
-            found = {(a - address) // HUGE for a in marked(address, 4 * HUGE)}
-            assert found == expected, (order, i)
-            live.pop(i).close()
-        assert marked(address, 4 * HUGE) == []
-        assert stats().ranges == 0
-
-
-@both_modes
-def test_shared_huge_pages_are_never_marked(mode, hugepages):
-    hugepages(2)
-    run(shared_huge_pages, mode)
-
-
-def shared_huge_pages(mode):
-    rdmafork.fork_init(mode)
-    memory, address = huge_map(2, shared=True)
-    view = memoryview(memory)
-    live = [register(view[5:10]), register(view[:HUGE]), register(view[HUGE - PAGE : HUGE + PAGE])]
-    live.append(register_address(address + PAGE, PAGE))
-    for _ in range(5):
-        assert child(view.__setitem__, PAGE, 77) is None
-        assert memory[PAGE] == 77
-        memory[PAGE] = 0
-        assert marked(address, 2 * HUGE) == []
-        if live:
-            live.pop(0).close()
 
 
 # ---- a device ------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_threads_that_register_close_list_and_fork(mode):
             assert all(a.start < a.end for a in ranges)
             assert all(a.end <= b.start for a, b in itertools.pairwise(ranges))
             numbers = rdmafork.stats()
-            assert numbers.marked_bytes <= len(memory) and numbers.unreleased_bytes == 0
+            assert numbers.marked_bytes <= len(memory) and numbers.still_marked_bytes == 0
 
     def forks():
         for _ in range(30):

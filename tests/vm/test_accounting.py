@@ -102,7 +102,7 @@ def test_the_garbage_collector_gives_everything_back(rc):
 
 
 @fresh
-def test_a_parent_closed_first_closes_what_it_has(rc):
+def test_a_parent_closed_first_closes_its_children(rc):
     rdmafork.fork_init()
     before = State.now(rc)
     for close in ("context", "pd"):

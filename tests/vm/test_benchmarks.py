@@ -37,7 +37,7 @@ def test_every_peer_is_measured_or_skipped_with_a_reason(found):
         assert row["pair_ns"]["median"] > 0 and row["pair_ns"]["to_floor"] > 0
 
 
-def test_the_benchmark_counts_what_each_way_asks_of_the_kernel(found):
+def test_the_benchmark_counts_the_system_calls_of_each_peer(found):
     if not shutil.which("strace"):
         pytest.skip("strace is missing")
     calls = {row["peer"]: row["system_calls"] for row in found["rows"] if "system_calls" in row}

@@ -97,7 +97,7 @@ def test_a_closed_contexts_descriptors_are_anybodys(rc):
 
 
 @fresh
-def test_what_is_inherited_refuses_every_use(rc):
+def test_an_inherited_object_refuses_every_use(rc):
     scene = Scene(rc)
     context, pd, region = scene.ours.device, scene.ours.domain, scene.far
     uses = {

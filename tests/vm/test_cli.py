@@ -78,7 +78,7 @@ def test_the_device_is_listed_with_its_active_port(device):
     assert found["problem"] is None and found["ports"][0]["active_mtu"] >= 256
 
 
-def test_doctor_finds_the_device_and_what_the_kernel_says(device):
+def test_doctor_finds_the_device_and_the_kernel_s_answer(device):
     found = rows()
     assert found[device] == {
         "section": "Devices", "status": "ok", "what": device,
@@ -90,7 +90,7 @@ def test_doctor_finds_the_device_and_what_the_kernel_says(device):
     assert found["rdmafork"]["status"] == found["libibverbs"]["status"] == "ok"
 
 
-def test_doctor_tells_what_a_fork_costs_a_program(holder):
+def test_doctor_tells_a_program_s_cost_of_a_fork(holder):
     found = rows("--pid", str(holder().pid))
     assert "100 MiB (VmPin)" in found["pinned pages"]["evidence"]
     assert found["marked pages"]["evidence"] == "none"
@@ -107,5 +107,5 @@ def test_doctor_sees_that_libibverbs_protects(holder):
     found = rows("--pid", str(holder(RDMAV_FORK_SAFE="1").pid))
     if found["marked pages"]["evidence"] == "none":
         pytest.skip("this libibverbs does nothing where the kernel copies")
-    assert "100 MiB children do not inherit (dc)" in found["marked pages"]["evidence"]
+    assert "100 MiB that children do not inherit (dc)" in found["marked pages"]["evidence"]
     assert found["cost of a fork()"]["status"] == "ok"

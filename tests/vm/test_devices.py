@@ -137,7 +137,7 @@ def test_ibv_devinfo_says_the_same():
                 assert not kind or mine.type.name == kind.upper().replace(" ", "_")
 
 
-def test_a_device_tells_what_its_files_do_not():
+def test_a_device_fills_in_values_that_sysfs_lacks():
     """A virtual device has no driver, and old kernels no netdev, in sysfs."""
     for device in get_device_list():
         assert device.driver and device.index is not None

@@ -60,7 +60,7 @@ def test_two_ranks_that_fork_a_pool_each(device, tmp_path):
     for path in files:
         (line,) = map(json.loads, path.read_text().splitlines())
         assert line["forks"] == FORKS and line["registrations"]["total"] >= 1
-        assert line["absent_bytes"]["total"] >= FORKS * NBYTES
+        assert line["marked_bytes"]["total"] >= FORKS * NBYTES
         assert not line["errors"] and not line["unbalanced"]
     title, *ranks = merged(files)[: 1 + RANKS]
     assert title.split()[:2] == ["rank", "host"]

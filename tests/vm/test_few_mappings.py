@@ -84,7 +84,7 @@ def test_beyond_the_budget_the_application_has_its_half(mode):
     fork_once()
     numbers = truth(address, 2 * FEW)
     assert numbers.marked_bytes == BUDGET // 2 * PAGE
-    assert numbers.left_bytes == (len(held) * PAGE - numbers.marked_bytes if trusted else 0)
+    assert numbers.unmarked_bytes == (len(held) * PAGE - numbers.marked_bytes if trusted else 0)
     application()
     # Every second one goes, and others take its place.
     for registration in held[::2]:
@@ -95,7 +95,7 @@ def test_beyond_the_budget_the_application_has_its_half(mode):
     for registration in held:
         registration.close()
     numbers = truth(address, 2 * FEW)
-    assert numbers.marked_bytes == numbers.unreleased_bytes == 0
+    assert numbers.marked_bytes == numbers.still_marked_bytes == 0
 
 
 @fresh
@@ -143,7 +143,7 @@ def test_with_no_mapping_left_nothing_is_claimed(mode):
         table.free(8)
     fork_once()
     numbers = truth(address, 64)
-    assert numbers.unreleased_bytes == numbers.left_bytes == 0
+    assert numbers.still_marked_bytes == numbers.unmarked_bytes == 0
     assert numbers.marked_bytes == 4 * PAGE * (len(kept) + len(new))
     for registration in kept + new:
         registration.close()

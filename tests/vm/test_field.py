@@ -1,7 +1,7 @@
 """Programs that nobody here wrote, alone and under "rdmafork exec": make tried-with.
 
 A row for each is left beside the report on the tests, as tried/NAME.json; docs/tried_with.py makes
-a page of them. FIELD is a virtual environment of its own, which the Makefile fills from PyPI.
+a page of them. FIELD is a virtual environment of its own, which vm.mk fills from PyPI.
 """
 
 import json
@@ -249,12 +249,12 @@ def checked(program, found, lines):
     parents = [by_pid[one.pop("pid")] for one in found]
     for one, line in zip(found, parents, strict=True):
         assert line["forks"] >= 4
-        absent, left = line["absent_bytes"]["last"], line["left_bytes"]
-        assert absent >= NBYTES and one["kept"] == NBYTES >> 10
+        marked, unmarked = line["marked_bytes"]["last"], line["unmarked_bytes"]
+        assert marked >= NBYTES and one["kept"] == NBYTES >> 10
         # What is pinned is known, but for the first and the last page of each registration: VmPin
         # counts them again where two registrations share one.
         edges = 2 * line["registrations"]["total"] * PAGE
-        assert absent + left >= (one["pinned"] << 10) - edges, (absent, left, edges, one)
+        assert marked + unmarked >= (one["pinned"] << 10) - edges, (marked, unmarked, edges, one)
     return parents
 
 

@@ -173,7 +173,7 @@ def test_access_that_makes_no_sense_is_refused(rc):
 
 
 @fresh
-def test_what_is_closed_refuses_every_use(rc):
+def test_a_closed_object_refuses_every_use(rc):
     rdmafork.fork_init()
     ours = Ours(rc)
     region = ours.register(memory("base", PAGE))

@@ -18,7 +18,7 @@ def test_traffic_forks_and_migration_lose_no_byte(device, huge_pages, mode):
     assert did["engine"]["ibv_calls"]
 
 
-def test_without_the_engine_it_finds_what_fork_loses(device, huge_pages):
+def test_without_the_engine_it_finds_bytes_that_fork_loses(device, huge_pages):
     if rdmafork.kernel_info().copy_on_fork:
         pytest.skip("this kernel copies pinned pages at fork(): nothing is lost")
     status, _, said = soak("--device", device, "--break", "lost", "--huge", "4", "--seconds", "200")

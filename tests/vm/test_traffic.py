@@ -97,7 +97,7 @@ modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 @modes
 @fresh
-def test_a_region_survives_fork_and_what_its_children_write(rc, huge_pages, mode, kind):
+def test_a_region_survives_fork_and_its_children_s_writes(rc, huge_pages, mode, kind):
     start(mode)
     sizes = [*SMALL, LARGE]
     assert round_trips(rc, Ours(rc), kind, sizes) == right(sizes)
@@ -105,7 +105,7 @@ def test_a_region_survives_fork_and_what_its_children_write(rc, huge_pages, mode
 
 @modes
 @fresh
-def test_register_protects_what_others_registered(rc, huge_pages, mode):
+def test_register_protects_memory_that_others_registered(rc, huge_pages, mode):
     start(mode)
     for kind in KINDS:
         sizes = [(100_001, 777), (1024, 1533)]
@@ -113,7 +113,7 @@ def test_register_protects_what_others_registered(rc, huge_pages, mode):
 
 
 @fresh
-def test_what_is_sent_arrives_after_fork(rc, huge_pages):
+def test_messages_arrive_after_fork(rc, huge_pages):
     rdmafork.fork_init()
     ours = Ours(rc)
     pair = rc.pair(ours.context, ours.pd)

@@ -133,7 +133,7 @@ static int check_engine(unsigned int others)
 	CHECK(rf_release(handle, 0) == 0);
 	CHECK(rf_handle_state(handle) == -ESTALE);
 	CHECK(rf_stats(&stats) == 0 && stats.registrations == others);
-	CHECK(stats.unreleased_bytes == 0);
+	CHECK(stats.still_marked_bytes == 0);
 	CHECK(others || stats.marked_bytes == 0);
 	/* Lazy is lazy again. */
 	rc = rf_register(at + PAGE, 3 * PAGE, RF_HELD, RF_OMIT, &handle, &error);

@@ -23,7 +23,7 @@ UNTRUSTED: Environment = {"RDMAFORK_TRUST_COPYING": "0"}
 ENGINES: dict[str, Environment] = {
     "rdmafork lazy": {"RDMAFORK_MODE": "lazy"},
     "rdmafork eager": {"RDMAFORK_MODE": "eager"},
-    "rdmafork untrusted": {"RDMAFORK_MODE": "eager", **UNTRUSTED},
+    "rdmafork whole pages": {"RDMAFORK_MODE": "eager", **UNTRUSTED},
 }
 PEERS: dict[str, Environment] = {FLOOR: {}, PINNED: {}, MADVISE: {}, **ENGINES}
 PIN_ENTRIES = 1 << 14  # the most of one io_uring

@@ -9,11 +9,12 @@ registers, forks (the first fork has everything to do) and forks again with noth
 timed until it has returned in the parent, and until it has in the child.
 Peers: the same memory, touched and not registered (the floor); pinned through io_uring and not
 registered, so that the kernel copies it; madvise(MADV_DONTFORK) of the pages that hold the blocks,
-which is what any engine has to do where pages leave; rdmafork in both modes; and eagerly where the
-kernel's copying is not trusted. Only the second has its memory pinned, and it is measured in one
-round alone. A row says how many rounds it had: slow ones have few.
-From the least of several forks: how many times the floor's time the slower of both forks takes,
-in the parent and in the child, and how many times as long as with half the number.
+which is what any engine has to do where pages leave; rdmafork in both modes; and with whole pages
+(eagerly, where the kernel's copying is not trusted). Only the second has its memory pinned, and it
+is measured in one round alone. A row says how many rounds it had: slow ones have few.
+From the least of several forks: how many times the floor's time a fork with nothing new takes, in
+the parent and in the child; how much longer the first fork takes, for each registration, which it
+counts; and how many times as long as with half the number the slowest of all takes.
 """
 
 import argparse
@@ -52,11 +53,11 @@ MEASURES: dict[str, Callable[[float], str]] = {
     "engine_bytes": terminal.size,
     "fork_times": "{:.2f}x".format,  # the floor's
     "child_times": "{:.2f}x".format,
+    "first_ns_each": terminal.nanoseconds,  # of the first fork, beyond a later one
     "growth": "{:.2f}x".format,  # of the fork that grows most, with twice the count
     "register_growth": "{:.2f}x".format,  # of the time that all registrations take
 }
-FORKS = ("first_fork_us", "fork_us")
-CHILDREN = ("first_child_us", "child_us")
+FORKS = ("first_fork_us", "first_child_us", "fork_us", "child_us")
 ROUNDS, QUICK = 7, 1
 FEWEST, ENOUGH_S = 3, 30.0  # after so many rounds of a case none begins later
 
@@ -172,17 +173,23 @@ def compare(rows: list[Row]) -> None:
         floor = at.get((FLOOR, row["shape"], row["count"]))
         half = at.get((row["peer"], row["shape"], row["count"] // 2))
         if floor and floor is not row:
-            row["fork_times"] = most_times(row, floor, FORKS)
-            row["child_times"] = most_times(row, floor, CHILDREN)
+            row["fork_times"] = times(row, floor, "fork_us")
+            row["child_times"] = times(row, floor, "child_us")
+            more = first_more(row) - first_more(floor)
+            row["first_ns_each"] = rounded(max(more, 0) * 1e3 / row["reached"])
         if half:
-            row["growth"] = most_times(row, half, (*FORKS, *CHILDREN))
+            row["growth"] = max(times(row, half, name) for name in FORKS)
             if "register_ns" in row:
-                each = most_times(row, half, ("register_ns",))
+                each = times(row, half, "register_ns")
                 row["register_growth"] = rounded(each * row["reached"] / half["reached"])
 
 
-def most_times(row: Row, other: Row, measures: tuple[str, ...]) -> float:
-    return rounded(max(row[name]["minimum"] / other[name]["minimum"] for name in measures))
+def times(row: Row, other: Row, measure: str) -> float:
+    return rounded(row[measure]["minimum"] / other[measure]["minimum"])
+
+
+def first_more(row: Row) -> float:
+    return float(row["first_fork_us"]["minimum"] - row["fork_us"]["minimum"])
 
 
 # ---- what is shown -----------------------------------------------------------------------
@@ -203,21 +210,24 @@ def smallest(value: Any) -> float:
 
 
 def plot(document: Document, directory: Path) -> list[Path]:
-    """A bar for each engine and shape: fork() in the parent, to the floor's."""
-    shapes = {row["shape"]: max(r["count"] for r in document["rows"] if r["shape"] == row["shape"])
-              for row in document["rows"]}  # fmt: skip
-    rows = [row for row in document["rows"]
-            if row["count"] == shapes[row["shape"]] and "fork_times" in row
-            and row["peer"] in (MADVISE, *ENGINES)][::-1]  # fmt: skip
-    path = directory / "shapes.svg"
-    colours = _plots.coloured([MADVISE, *ENGINES], FLOOR)
-    with _plots.bars(path, document, len(rows)) as axis:
-        names = [f"{row['shape']}: {row['peer']}" for row in rows]
-        shown = [colours[row["peer"]] for row in rows]
-        axis.barh(names, [row["fork_times"] for row in rows], height=0.55, color=shown)
+    """A line a shape, a mark a peer: fork() in the parent, relative to the floor's."""
+    most = {row["shape"]: row["count"] for row in document["rows"]}
+    shapes, peers = list(most)[::-1], (PINNED, MADVISE, *ENGINES)
+    path, colours = directory / "shapes.svg", _plots.coloured([*peers], FLOOR)
+    with _plots.bars(path, document, len(shapes)) as axis:
+        axis.grid(axis="y", visible=True)
         axis.axvline(1, color=_plots.BLACK, linestyle="--", linewidth=1)
+        for i, peer in enumerate(peers):
+            found = {row["shape"]: row["fork_times"] for row in document["rows"]
+                     if (row["peer"], row["count"]) == (peer, most[row["shape"]])
+                     and "fork_times" in row}  # fmt: skip
+            # One beside the other where they are alike.
+            at = [shapes.index(shape) + 0.13 * (len(peers) // 2 - i) for shape in found]
+            axis.plot(list(found.values()), at, "o", color=colours[peer], markersize=5, label=peer)
+        axis.set_yticks(range(len(shapes)), labels=shapes)
         axis.set_xscale("log")
         axis.set_xlabel("fork() in the parent, times as long as without rdmafork (dashed)")
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     return [path]
 
 

@@ -1,10 +1,10 @@
-"""What does fork() cost a small C process, and of what are the microseconds made?
+"""What does fork() cost a small C process, and what takes its microseconds?
 
 python -m rdmafork.benchmarks.small_process [--quick] [--json FILE] [--plot DIR]
 
-A C program with 1 GiB pinned through io_uring, of base pages or transparent huge pages, forks
-again and again; each child ends at once. Nothing but the library is in it, so what the fork
-handlers cost is not hidden by a large address space.
+A C program with 1 GiB (--quick: 64 MiB) pinned through io_uring, of base pages or transparent huge
+pages, forks again and again; each child ends at once. Nothing but the library is in it, so what the
+fork handlers cost is not hidden by a large address space.
 The peers: madvise(MADV_DONTFORK) of the memory and no library more (the floor), the same with
 librdmafork.so loaded and not used, and the memory as one registration, lazily and eagerly, or
 with a partial page at either end where the kernel's copying is not trusted.
@@ -46,7 +46,7 @@ PROGRAM = r"""
 #include <time.h>
 #include <unistd.h>
 
-#define NBYTES (1ul << 30)
+static size_t nbytes;
 
 static void fail(const char *what)
 {
@@ -57,7 +57,7 @@ static void fail(const char *what)
 static void pin(void *memory)
 {
 	char parameters[120] = { 0 }; /* struct io_uring_params */
-	struct iovec all = { memory, NBYTES };
+	struct iovec all = { memory, nbytes };
 	long ring = syscall(SYS_io_uring_setup, 1, parameters);
 
 	if (ring < 0 || syscall(SYS_io_uring_register, ring, 0, &all, 1))
@@ -81,14 +81,14 @@ static void protect(char *memory, const char *path, const char *how)
 		exit(1);
 	}
 	if (!strcmp(how, "none") || !strcmp(how, "load")) {
-		if (madvise(memory, NBYTES, MADV_DONTFORK))
+		if (madvise(memory, nbytes, MADV_DONTFORK))
 			fail("madvise");
 		return;
 	}
 	left_out = strtoul(how, NULL, 10);
 	rc = CALL(rf_fork_init)(RF_MODE_AUTO, &error);
 	if (rc >= 0)
-		rc = CALL(rf_register)(memory + left_out, NBYTES - 2 * left_out, RF_HELD, RF_OMIT,
+		rc = CALL(rf_register)(memory + left_out, nbytes - 2 * left_out, RF_HELD, RF_OMIT,
 				&handle, &error);
 	if (rc < 0) {
 		CALL(rf_strerror)(rc, &error, text, sizeof(text));
@@ -129,15 +129,17 @@ int main(int argc, char **argv)
 		unsigned long long ns;
 		long faults;
 	} volatile *child = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-	char *memory = mmap(NULL, NBYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	const int forks = atoi(argv[3]);
 	long before, parent_faults = 0, child_faults = 0;
+	char *memory;
 	int i;
 
-	if (memory == MAP_FAILED || child == MAP_FAILED || argc != 5)
+	nbytes = strtoul(argv[5], NULL, 10);
+	memory = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (memory == MAP_FAILED || child == MAP_FAILED)
 		fail("mmap");
-	madvise(memory, NBYTES, strcmp(argv[4], "base") ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-	memset(memory, 1, NBYTES);
+	madvise(memory, nbytes, strcmp(argv[4], "base") ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+	memset(memory, 1, nbytes);
 	protect(memory, argv[1], argv[2]);
 	pin(memory);
 	for (i = 0; i < forks; i++) {
@@ -193,7 +195,8 @@ MEASURES: dict[str, Callable[[float], str]] = {
 }
 ROUNDS, FORKS = 6, 100
 QUICK_ROUNDS, QUICK_FORKS = 1, 20
-COUNTED = 20  # forks
+NBYTES, QUICK_NBYTES = 1 << 30, 64 << 20
+COUNTED = 20  # forks, with QUICK_NBYTES: the system calls are the same
 
 
 class Program:
@@ -204,10 +207,11 @@ class Program:
             directory, PROGRAM, "-I", rdmafork.get_include(), "-ldl"
         )  # fmt: skip
 
-    def run(self, peer: str, pages: str, forks: int, *counter: str) -> list[list[int]]:
+    def run(self, peer: str, pages: str, forks: int, nbytes: int, *counter: str) -> list[list[int]]:
         """A line a fork: until it has returned in the parent, in the child; and what is counted."""
         how, variables = PEERS[peer]
-        command = [*counter, self._path, rdmafork.get_library(), how, str(forks), pages]
+        numbers = [str(forks), pages, str(nbytes)]
+        command = [*counter, self._path, rdmafork.get_library(), how, *numbers]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, env=environment(variables)
@@ -227,13 +231,14 @@ class Program:
     def _calls(self, peer: str, pages: str, forks: int) -> dict[str, int]:
         with tempfile.NamedTemporaryFile("r") as output:
             strace = ["strace", "-f", "-c", "-U", "calls,name", "-o", output.name]
-            self.run(peer, pages, forks, *strace)
+            self.run(peer, pages, forks, QUICK_NBYTES, *strace)
             found = re.findall(r"^ *(\d+) (\w+)$", output.read(), re.M)
         return {name: int(number) for number, name in found if name != "total"}
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Result:
     rounds, forks = (QUICK_ROUNDS, QUICK_FORKS) if options.quick else (ROUNDS, FORKS)
+    nbytes = QUICK_NBYTES if options.quick else NBYTES
     skipped: Skips = []
     rows: list[Row] = []
     no_pins = _pins.available()
@@ -250,7 +255,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
                 progress((i + done / rounds) / len(PAGES), f"{forks} forks a peer, {pages} pages")
                 for peer in random.Random(done).sample(list(PEERS), len(PEERS)):
                     try:
-                        found.setdefault(peer, []).append(program.run(peer, pages, forks))
+                        found.setdefault(peer, []).append(program.run(peer, pages, forks, nbytes))
                     except Skipped as reason:
                         skip = {"peer": peer, "pages": pages, "reason": str(reason)}
                         skipped += [skip] * (skip not in skipped)

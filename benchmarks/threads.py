@@ -1,4 +1,4 @@
-"""How do registrations of many threads get along?
+"""What does a registration cost while many threads register?
 
 python -m rdmafork.benchmarks.threads [--quick] [--json FILE] [--plot DIR]
 

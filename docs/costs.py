@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rdmafork.benchmarks import _tables, fork_latency, small_process
+from rdmafork.benchmarks import _shapes, _tables, fork_latency, small_process
 from rdmafork.benchmarks._facts import in_words
 from rdmafork.cli import terminal
 
@@ -90,7 +90,7 @@ def registration() -> Iterator[str]:
     alone, arena = column(new, "pair_ns"), column(inside, "pair_ns")
     yield from table(
         ["register and release a page", "not yet registered", "system calls",
-         "of a registered arena"],
+         "inside registered pages"],
         *([peer, alone[peer], f"{row['system_calls']:g}" if "system_calls" in row else "-",
            arena.get(peer, "-")] for peer, row in new.items()),
     )  # fmt: skip
@@ -147,6 +147,26 @@ def unmodified() -> Iterator[str]:
     )  # fmt: skip
 
 
+def shapes() -> Iterator[str]:
+    """Of each shape with as many registrations as were tried at most."""
+    peers = (_shapes.PINNED, _shapes.MADVISE, *_shapes.ENGINES)
+    most = {row["shape"]: row["count"] for row in document("shapes")["rows"]}
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return "-"
+        shown = f"{terminal.ratio(row['fork_times'], 1)}, {terminal.ratio(row['child_times'], 1)}"
+        each = terminal.nanoseconds(row["first_ns_each"])
+        return f"{shown}, +{each}" if "register_ns" in row else shown
+
+    lines = []
+    for shape, count in most.items():
+        found = rows("shapes", shape=shape, count=count)
+        cells = (cell(found.get(peer)) for peer in peers)
+        lines.append([f"{shape}: {count:,} {_shapes.SHAPES[shape].counted}", *cells])
+    yield from table(["parent, child, first fork", *peers], *lines)
+
+
 def source(name: str) -> str:
     """How the numbers are obtained, and on what machine."""
     return f"(`rdmafork bench {name}`; {in_words(document(name)['machine'])}.)"
@@ -163,6 +183,7 @@ TABLES: dict[str, tuple[Callable[[], Iterator[str]], str]] = {
     "many": (many, "fork_latency"),
     "scale": (scale, "scale"),
     "unmodified": (unmodified, "unmodified"),
+    "shapes": (shapes, "shapes"),
 }
 
 

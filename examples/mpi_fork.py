@@ -2,10 +2,9 @@
 
     mpirun -n 4 python examples/mpi_fork.py [DEVICE] [MiB]
 
-With the name of an RDMA device (`rdmafork devices` lists them) the memory is registered there, and
-without one it is protected alone: the same calls, the same forks. What the MPI library registers by
-itself is protected too with fork_init(intercept=True), or under `mpirun -n 4 rdmafork exec -- ...`,
-where the program need not know of rdmafork at all.
+With the name of an RDMA device (`rdmafork devices` lists them) the memory is registered with that
+device, too. fork_init(intercept=True) also protects the memory that the MPI library registers.
+`mpirun -n 4 rdmafork exec -- ...` does that for a program that does not call rdmafork.
 
 Needs mpi4py.
 """

@@ -2,9 +2,8 @@
 
     python examples/torch_dataloader.py
 
-The tensors an RDMA library sends from are registered; the workers are forked after that, and never
-see them. What the workers read is not registered, and theirs; what they hand back comes through
-shared memory, which could be registered too and would stay theirs.
+An RDMA library sends from the registered tensors. The workers are forked after that, and do not
+inherit them. They read samples that are not registered. Their batches come through shared memory.
 
 Needs torch (its CPU build will do).
 """
@@ -20,7 +19,7 @@ SAMPLES, WORKERS = 256, 2
 
 
 class Squares(Dataset[torch.Tensor]):  # type: ignore[misc, unused-ignore]
-    """What a worker has of its parent: an ordinary copy."""
+    """Samples that are not registered: a worker inherits them."""
 
     def __init__(self) -> None:
         self.values = torch.arange(SAMPLES, dtype=torch.float32)
@@ -43,7 +42,7 @@ def main() -> None:
     total = sum(float(batch.sum()) for batch in loader)
     took = time.perf_counter() - start
     assert total == sum(n * n for n in range(SAMPLES))
-    gradients[0].fill_(1)  # the parent's pages, which the device knows, are the parent's still
+    gradients[0].fill_(1)  # the parent still has the pages that the device knows
     print(f"{sum(region.nbytes for region in regions) >> 20} MiB registered")
     print(f"{WORKERS} workers, {took:.2f} s an epoch, {total:.0f}")
     print(rdmafork.stats())

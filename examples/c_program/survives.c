@@ -25,7 +25,7 @@ static void check(int rc, const struct rf_error *error)
 	exit(1);
 }
 
-/* What is absent is not read by the kernel either. */
+/* The kernel cannot read a page that the child does not have: EFAULT. */
 static int is_absent(const char *page)
 {
 	int ends[2];

@@ -5,21 +5,23 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap, munmap
 
-from rdmafork cimport RF_HELD, RF_OMIT, rf_error, rf_handle, rf_register, rf_release
+from rdmafork cimport (
+    RF_HELD, RF_OMIT, RF_STRERROR_SIZE, rf_error, rf_handle, rf_register, rf_release, rf_strerror
+)
 
-import os
 
-
-cdef int check(int rc, const char *what) except -1:
+cdef int check(int rc, const rf_error *error) except -1:
+    cdef char text[RF_STRERROR_SIZE]
     if rc < 0:
-        raise OSError(-rc, f"{what.decode()}: {os.strerror(-rc)}")
+        raise OSError(-rc, rf_strerror(rc, error, text, sizeof(text)).decode())
     return rc
 
 
 cdef class Pool:
     """count blocks of nbytes each.
 
-    A block must be given back before close(). Not for several threads at once.
+    The pool releases the blocks that are still taken when it is freed. Only one thread at a time
+    may use it.
     """
     cdef char *memory
     cdef rf_handle *handles
@@ -43,7 +45,7 @@ cdef class Pool:
         free(self.handles)
 
     def take(self):
-        """The address of a block, which no child will have. IndexError when all are taken."""
+        """The address of a block, which children do not inherit. IndexError when all are taken."""
         cdef rf_error error
         cdef int rc
         if self.taken == self.count:
@@ -51,16 +53,16 @@ cdef class Pool:
         with nogil:
             rc = rf_register(self.memory + self.taken * self.nbytes, self.nbytes, RF_HELD,
                              RF_OMIT, &self.handles[self.taken], &error)
-        check(rc, "rf_register")
+        check(rc, &error)
         self.taken += 1
         return <uintptr_t>(self.memory + (self.taken - 1) * self.nbytes)
 
     def give_back(self):
-        """The block that was taken last."""
+        """Give back the block that was taken last. IndexError when none is taken."""
         cdef int rc
         if not self.taken:
             raise IndexError("none is taken")
         with nogil:
             rc = rf_release(self.handles[self.taken - 1], 0)
-        check(rc, "rf_release")
+        check(rc, NULL)
         self.taken -= 1

@@ -233,6 +233,35 @@ static void leave_shared(struct rf_tracker *tracker)
 
 /* ---- Marking ---- */
 
+/* The pages, huge ones perhaps, in which @run begins and ends, and those between them. */
+static int find_whole_pages(struct rf_tracker *tracker, const struct rf_run *run,
+			    struct rf_extent *extent)
+{
+	struct rf_slot ends = { .start = run->start, .end = run->end };
+	int rc = rf_ask_ends_alone(tracker, &ends);
+
+	rf_tracker_extent(tracker, &ends, extent);
+	return rc;
+}
+
+/*
+ * A mark that an earlier mapping bore, and that no release has taken from the ranges, divides
+ * the ranges of a huge page mapped there since. madvise() takes that page as a whole.
+ */
+static int mark_divided_page(struct rf_tracker *tracker, const struct rf_run *run)
+{
+	struct rf_extent extent;
+	struct rf_run whole;
+
+	if (find_whole_pages(tracker, run, &extent) < 0)
+		return -EINVAL;
+	whole.end = extent.start;
+	if (!rf_tracker_next_run(tracker, extent.end, rf_range_wants_mark, &whole) ||
+	    whole.start != extent.start || whole.end != extent.end)
+		return -EINVAL;
+	return rf_marks_set(tracker, &whole, RF_MARK_DONTFORK);
+}
+
 /* A run that the kernel refuses to mark is left to its copying, unless it was marked before. */
 static void mark_run(struct rf_tracker *tracker, struct batch *batch, const struct rf_run *run)
 {
@@ -240,6 +269,8 @@ static void mark_run(struct rf_tracker *tracker, struct batch *batch, const stru
 
 	if (rc == -EINVAL && !run->mark && run->best == RF_MARK_WIPEONFORK)
 		rc = rf_marks_set(tracker, run, RF_MARK_DONTFORK);
+	if (rc == -EINVAL)
+		rc = mark_divided_page(tracker, run);
 	/* ENOMEM: the limit on older kernels, or memory that should be held was unmapped. */
 	if (rc < 0)
 		batch->full = rc == -EAGAIN || ++batch->refused == REFUSALS;
@@ -372,13 +403,10 @@ static void walk(struct rf_tracker *tracker, struct rf_child_list *list)
  */
 static void mark_whole_pages(struct rf_tracker *tracker, const struct rf_run *run)
 {
-	struct rf_slot ends = { .start = run->start, .end = run->end };
 	struct rf_extent extent;
 
-	if (rf_ask_ends_alone(tracker, &ends) < 0)
-		return;
-	rf_tracker_extent(tracker, &ends, &extent);
-	(void)rf_marks_call(tracker, extent.start, extent.end, rf_marks_advice(run->mark));
+	if (find_whole_pages(tracker, run, &extent) >= 0)
+		(void)rf_marks_call(tracker, extent.start, extent.end, rf_marks_advice(run->mark));
 }
 
 /*

@@ -154,6 +154,29 @@ static void huge_pages_that_come_after_memory_stay(void)
 	check_empty();
 }
 
+/* The mark of the base page that was there divides the ranges, and the huge page has none yet. */
+static void a_huge_page_over_a_marked_base_page_is_marked_whole(void)
+{
+	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+	const int protection = PROT_READ | PROT_WRITE;
+	char *place = check_map_huge(1, MAP_PRIVATE);
+	struct rf_handle stale, held;
+
+	CHECK(mmap(place, CHECK_HUGE, protection, flags, -1, 0) == place);
+	check_start(RF_MODE_EAGER);
+	stale = check_register(place + 3 * check_page, check_page, 0);
+	CHECK(mmap(place, CHECK_HUGE, protection, flags | MAP_HUGETLB | (21 << 26), -1, 0) ==
+	      place);
+	held = check_register(place + CHECK_HUGE / 2 + 100, 64, RF_HELD);
+	check_fork();
+	CHECK(check_flags(place) & CHECK_DC);
+	check_sound();
+	check_release(held);
+	check_release(stale);
+	CHECK(!(check_flags(place) & CHECK_DC));
+	check_empty();
+}
+
 /* Base pages, huge pages, base pages; every pair of partly overlapping ranges, every order. */
 static void mixed_pages(bool query, bool whole)
 {
@@ -322,6 +345,7 @@ int main(int argc, char **argv)
 		SCENARIO_HUGE(small_buffers_on_base_pages_are_registered_without_proc),
 		SCENARIO_HUGE(a_huge_page_that_another_wants_stays_marked),
 		SCENARIO_HUGE(huge_pages_that_come_after_memory_stay),
+		SCENARIO_HUGE(a_huge_page_over_a_marked_base_page_is_marked_whole),
 		SCENARIO_HUGE(mixed_pages_asked_by_query),
 		SCENARIO_HUGE(mixed_pages_asked_by_text),
 		SCENARIO_HUGE(mixed_pages_whole),

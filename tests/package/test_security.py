@@ -129,7 +129,8 @@ extensions = [
     setuptools.Extension("rdmafork.librdmafork", [source]),
     setuptools.Extension("rdmafork._tiny", [source], extra_compile_args=flags),
 ]
-distribution = setuptools.Distribution({**kept, "ext_modules": extensions, "name": "tiny"})
+named = {"name": "tiny", "version": "0"}  # else setuptools-scm writes rdmafork/_version.py
+distribution = setuptools.Distribution({**kept, "ext_modules": extensions, **named})
 command = distribution.get_command_obj("build_ext")
 command.build_lib = command.build_temp = output
 distribution.run_command("build_ext")

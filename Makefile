@@ -16,7 +16,7 @@ PAGES := $(VENV)/pages
 PACKAGERS := $(VENV)/packagers
 SOURCES := $(wildcard csrc/*.c csrc/preload/*.c)
 HEADERS := $(wildcard csrc/*.h csrc/*.map csrc/preload/*.h)
-MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd)
+MODULES := $(wildcard rdmafork/*.pyx rdmafork/*.pxd benchmarks/*.pyx)
 CTESTS := $(patsubst tests/engine/%.c,%,$(wildcard tests/engine/test_*.c))
 SOAK := build/ctest/debug/soak
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
@@ -49,13 +49,15 @@ install: build	## the library, its header and rdmafork.pc, for C: PREFIX=/usr/lo
 		-e 's|^includedir=.*|includedir=$(PREFIX)/include|' -e 's|-Wl,-rpath,[^ ]* |$(RPATH) |' \
 		rdmafork/pkgconfig/rdmafork.pc >$(DESTDIR)$(LIBDIR)/pkgconfig/rdmafork.pc
 
-SLOW := $(patsubst %,test_%,steps fork_threads huge descriptors edges fork mixture memory_limit)
+SLOW := $(patsubst %,test_%,steps fork_threads huge descriptors partial_pages fork mixture memory_limit)
 QUICK_TESTS := tests/package/test_docs_lines.py \
 	$(patsubst %,tests/surface/test_%.py,modes protection errors buffers)
+changed = $(shell git diff --name-only --diff-filter=d HEAD -- $(foreach pattern,$(1),'$(pattern)'))
 check: build	## a minute of the tests and of lint, for an edit
 	@$(MAKE) --no-print-directory ctest-debug CTESTS='$(filter-out $(SLOW),$(CTESTS))' FUZZERS=
 	@$(BIN)/python -m pytest -q -n auto --dist loadfile $(QUICK_TESTS)
-	@$(MAKE) --no-print-directory lint-c CFORMATTED="$$(git diff --name-only HEAD -- '*.[ch]')"
+	@$(MAKE) --no-print-directory lint-c lint-python CFORMATTED='$(call changed,*.[ch])' \
+		PYTHON_TREES='$(call changed,*.py *.pyi)' CYTHON='$(call changed,*.pyx *.pxd)'
 	@$(BIN)/python tests/tools/layers.py >/dev/null
 
 # How much of the random and the volume tests; without make, and in .ci/run, it is all.
@@ -74,7 +76,7 @@ FREE_PYTHON := $(FREE)/$(FREETHREADED)/bin/python3
 test-freethreaded: $(FREE_PYTHON)	## pytest $(PYTEST_ARGS) on CPython $(FREETHREADED) without the GIL, built from Debian's source
 	@PIP_PREFER_BINARY=1 $(MAKE) --no-print-directory VENV=$(FREE)/venv-$(FREETHREADED) PYTHON=$< build
 	@$(FREE)/venv-$(FREETHREADED)/bin/python -X dev -m pytest $(PYTEST_ARGS)
-	@$(if $(PYTEST_ARGS),,RDMAFORK_TEST_THREADS=4 $(FREE)/venv-$(FREETHREADED)/bin/python -m pytest @tests/tools/parallel.txt)
+	@$(if $(PYTEST_ARGS),,RDMAFORK_TEST_THREADS=4 $(FREE)/venv-$(FREETHREADED)/bin/python -m pytest @tests/tools/safe_in_four_threads.txt)
 
 $(FREE_PYTHON):
 	@$(PYTHON) tests/tools/freethreaded.py $(FREETHREADED)
@@ -129,8 +131,8 @@ release-check:	## is this commit ready to be tagged as $(VERSION)?
 
 clean:	## remove what was built, .venv too
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f rdmafork/*.so rdmafork/*.c rdmafork/_version.py
+	rm -f rdmafork/*.so rdmafork/*.c benchmarks/*.so benchmarks/*.c rdmafork/_version.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 include $(addsuffix .mk,tests/engine/engine tests/soak/soak tests/vm/vm benchmarks/bench \
-	tests/tools/coverage tests/tools/lint tests/tools/wheel)
+	tests/tools/coverage tests/tools/lint tests/tools/torch tests/tools/wheel)

@@ -11,7 +11,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 LIBRARY = "rdmafork.librdmafork"
-MODULES = sorted(glob("rdmafork/*.pyx"))
+MODULES = sorted(glob("rdmafork/*.pyx") + glob("benchmarks/*.pyx"))
 # The engine first, so that what it writes to at a fork is on few pages.
 SOURCES = sorted(glob("csrc/*.c")) + sorted(glob("csrc/preload/*.c"))
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/*.map") + glob("rdmafork/*.pxd"))
@@ -59,12 +59,12 @@ class build(build_ext):
 
 def module(source):
     return Extension(
-        source.removesuffix(".pyx").replace("/", "."),
+        "rdmafork." + source.removeprefix("rdmafork/").removesuffix(".pyx").replace("/", "."),
         [source],
         depends=HEADERS,
         include_dirs=["csrc"],
         libraries=["rdmafork"],
-        runtime_library_dirs=["$ORIGIN"],
+        runtime_library_dirs=["$ORIGIN/.." if source.startswith("benchmarks/") else "$ORIGIN"],
         extra_compile_args=["-fvisibility=hidden", *OPTIMIZE],
         define_macros=[("CYTHON_TRACE_NOGIL", "1")] if TRACED else [],
     )

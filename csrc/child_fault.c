@@ -3,6 +3,7 @@
 
 #include <signal.h>
 #include <string.h>
+#include <ucontext.h>
 
 struct kept {
 	struct rf_areas *areas;
@@ -16,8 +17,12 @@ static struct rf_file error_output;
 /* The action that ours replaced last, and the one that it replaced first in this process tree. */
 static struct sigaction before, first;
 static bool has_first;
-/* The one to go on with. A handler that ours gave way to may put ours back, and raise again. */
-static const struct sigaction *next = &before;
+/* How often ours was put in front, and where this thread has returned from it since. */
+static uint32_t armed;
+static __thread struct {
+	uint32_t armed;
+	uintptr_t address;
+} returned __attribute__((tls_model("initial-exec")));
 
 /*
  * The process that has begun to tell, and the one that has told: each does it once. They are
@@ -97,47 +102,52 @@ void rf_child_fault_tell_refused(const struct rf_refused *refused)
 	line.nbytes = 0;
 	put(&line, "rdmafork: process ");
 	put_number(&line, (uint64_t)rf_sys_pid(), 10);
-	put(&line, " could not map ");
+	put(&line, refused->mapped		      ? " cannot protect its copy of "
+		   : refused->finds == RF_FINDS_ZEROS ? " cannot get its zeros at "
+						      : " cannot get its copy of ");
 	put_address(&line, refused->start);
 	put(&line, "-");
 	put_address(&line, refused->end);
-	put(&line, refused->finds == RF_FINDS_ZEROS ? ", where it was to find zeros: "
-						    : ", where it was to find a copy: ");
 	if (refused->error == -EEXIST) {
-		put(&line, "other memory is mapped there, perhaps by the fork handler of a library "
-			   "that was loaded earlier.\n");
+		put(&line, ": other memory is already mapped there, perhaps by the fork handler of "
+			   "a library that was loaded earlier.\n");
 	} else {
-		put(&line, "the kernel refuses, error ");
+		put(&line, refused->mapped ? ": the kernel refuses it, error "
+					   : ": the kernel refuses to map them, error ");
 		put_number(&line, (uint64_t)-refused->error, 10);
-		put(&line, ". The child does not have these pages.\n");
+		put(&line, refused->mapped ? ". This child can write to these pages, and execute "
+					     "nothing there.\n"
+					   : ". This child does not have these pages.\n");
 	}
 	say(&line);
 }
 
-static void put_registration(struct line *line, const struct kept *from, const struct rf_area *area,
-			     uintptr_t address)
+/* The registration of @address; where several overlap, one that omits the pages. */
+static const struct rf_slot *find_slot(const struct kept *from, uintptr_t address)
 {
-	const struct rf_slot *slot = from->slots.items, *end = slot + from->touched;
-	const struct rf_origin *origin = from->origins.items;
-	uint32_t index;
+	const struct rf_slot *slot = from->slots.items, *end = slot + from->touched, *found = NULL;
 
-	while (slot < end && !(slot->serial && slot->start <= address && address < slot->end))
-		slot++;
-	if (slot >= end) {
-		put(line, "part of ");
-		put_address(line, area->start);
-		put(line, "-");
-		put_address(line, area->end);
-		put(line, ", pages that its parent registered");
-		return;
-	}
-	put_address(line, slot->start);
-	put(line, "-");
-	put_address(line, slot->end);
+	for (; slot < end; slot++)
+		if (slot->serial && slot->start <= address && address < slot->end &&
+		    (!found || slot->policy == RF_OMIT))
+			found = slot;
+	return found;
+}
+
+static void put_registration(struct line *line, const struct kept *from, const struct rf_slot *slot)
+{
+	static const char *const calls[RF_FROM / RF_FROM_REGISTER + 1] = {
+		"rf_register()",     "rdmafork.register()",	    "rdmafork.register_address()",
+		"rdmafork.Buffer()", "ProtectionDomain.register()", "libibverbs"
+	};
+	const struct rf_origin *origin = from->origins.items;
+	const uint32_t index = (uint32_t)(slot - (const struct rf_slot *)from->slots.items);
+	const char *call = calls[(slot->flags & RF_SLOT_FROM) / (RF_FROM_REGISTER << 1)];
+
 	put(line, " (");
 	put_number(line, slot->end - slot->start, 10);
-	put(line, " bytes), which its parent registered");
-	index = (uint32_t)(slot - (const struct rf_slot *)from->slots.items);
+	put(line, " bytes) with ");
+	put(line, call ? call : calls[0]);
 	if (index < from->origins.capacity && origin[index].serial == slot->serial) {
 		put(line, " at ");
 		put(line, origin[index].where);
@@ -147,15 +157,26 @@ static void put_registration(struct line *line, const struct kept *from, const s
 static void put_all(struct line *line, const struct kept *from, const struct rf_area *area,
 		    uintptr_t address)
 {
+	const struct rf_slot *slot = find_slot(from, address);
+	const unsigned int kind = slot ? (slot->flags & RF_SLOT_FROM) >> 1 : RF_FROM_LIBIBVERBS;
+
 	line->nbytes = 0;
 	put(line, "rdmafork: process ");
 	put_number(line, (uint64_t)rf_sys_pid(), 10);
 	put(line, " touched ");
 	put_address(line, address);
-	put(line, ": a child does not inherit this memory, ");
-	put_registration(line, from, area, address);
-	put(line, ". If a child needs it: use shared memory, register with on_fork=\"wipe\" or "
-		  "\"keep\", or copy it before fork().\n");
+	put(line, slot ? ": its parent registered " : ": its parent registered pages in ");
+	put_address(line, slot ? slot->start : area->start);
+	put(line, "-");
+	put_address(line, slot ? slot->end : area->end);
+	if (slot)
+		put_registration(line, from, slot);
+	put(line, ", so this child does not have that memory. If a child needs it: use shared "
+		  "memory, ");
+	if (kind != RF_FROM_LIBIBVERBS)
+		put(line, kind ? "register with on_fork=\"wipe\" or \"keep\", "
+			       : "register with RF_WIPE or RF_KEEP, ");
+	put(line, "or copy it before fork().\n");
 }
 
 /* ---- The handler ---- */
@@ -176,14 +197,12 @@ static const struct rf_area *find_area(const struct rf_areas *areas, uintptr_t a
 	return &areas->areas[low];
 }
 
-/* Is it still missing? Where the program has mapped something since, that can mostly be read. */
-static bool is_missing(uintptr_t address, const siginfo_t *info)
+/* Is it as the fork left it? What the program has mapped since can mostly be read. */
+static bool is_missing(bool reserved, uintptr_t address, const siginfo_t *info)
 {
-	char byte;
-	const struct iovec to = { &byte, 1 }, from = { (void *)address, 1 };
-
-	return info->si_code == SEGV_MAPERR ||
-	       (info->si_code == SEGV_ACCERR && rf_sys_copy(&to, &from, 1) < 0);
+	if (!reserved)
+		return info->si_code == SEGV_MAPERR;
+	return info->si_code == SEGV_ACCERR && rf_sys_is_readable(address) <= 0;
 }
 
 static void explain(const siginfo_t *info)
@@ -191,34 +210,16 @@ static void explain(const siginfo_t *info)
 	static struct line line; /* the stack may be the smallest */
 	const uintptr_t address = (uintptr_t)info->si_addr;
 	const struct rf_area *area = NULL;
-	struct rf_file now;
 	size_t i;
 
 	for (i = 0; i < RF_KEPT && kept[i].areas && !area; i++)
 		area = find_area(kept[i].areas, address);
-	if (!area || !is_missing(address, info))
+	if (!area || !is_missing(area->reserved && !kept[i - 1].areas->cloned, address, info))
 		return;
-	/* Descriptor 2 may be another file's by now, which this line would spoil. */
-	if (rf_sys_identify(2, &now) < 0 || now.device != error_output.device ||
-	    now.inode != error_output.inode || now.special != error_output.special)
+	if (!rf_sys_is_still(2, &error_output))
 		return;
 	put_all(&line, &kept[i - 1], area, address);
 	say(&line);
-}
-
-/* The first thread tells; others that fault meanwhile wait, as their fault may end the process. */
-static void explain_once(const siginfo_t *info)
-{
-	const int32_t pid = (int32_t)rf_sys_pid();
-	unsigned int waited;
-
-	if (__atomic_exchange_n(&teller, pid, __ATOMIC_ACQ_REL) != pid) {
-		explain(info);
-		__atomic_store_n(&told, pid, __ATOMIC_RELEASE);
-		return;
-	}
-	for (waited = 0; __atomic_load_n(&told, __ATOMIC_ACQUIRE) != pid && waited < 1000; waited++)
-		rf_sys_sleep(1000000);
 }
 
 static void on_fault(int signo, siginfo_t *info, void *context);
@@ -228,42 +229,79 @@ static bool is_ours(const struct sigaction *action)
 	return action->sa_flags & SA_SIGINFO && action->sa_sigaction == on_fault;
 }
 
+/* Is ours in place? An action that the program has put there meanwhile stays. */
+static bool is_in_place(int signo)
+{
+	struct sigaction now;
+
+	return rf_sys_action(signo, NULL, &now) < 0 || is_ours(&now);
+}
+
+/* Where a sandbox refuses the change, the kernel kills at the next fault: it is blocked then. */
+static void put_back(int signo, const struct sigaction *action, void *context)
+{
+	if (rf_sys_action(signo, action, NULL) < 0)
+		sigaddset(&((ucontext_t *)context)->uc_sigmask, signo);
+}
+
+/* Has the process told already? The first thread to ask tells; the others wait until it has. */
+static bool has_told(void)
+{
+	const int32_t pid = (int32_t)rf_sys_pid();
+	unsigned int waited;
+
+	if (__atomic_exchange_n(&teller, pid, __ATOMIC_ACQ_REL) != pid)
+		return false;
+	for (waited = 0; __atomic_load_n(&told, __ATOMIC_ACQUIRE) != pid && waited < 1000; waited++)
+		rf_sys_sleep(1000000);
+	return true;
+}
+
 /*
- * Called by a handler that stands in front of ours. Do as the action would have done that
- * ours was in front of when that handler was installed: a sent signal does not come again.
+ * Called again: a handler that took our place has called ours, or has put it back. Do as the
+ * action would have done that ours was in front of when that handler was installed.
  */
 static void go_on(int signo, siginfo_t *info, void *context)
 {
-	if (first.sa_flags & SA_SIGINFO) {
-		first.sa_sigaction(signo, info, context);
-	} else if (first.sa_handler != SIG_DFL) {
-		first.sa_handler(signo);
-	} else {
-		(void)rf_sys_action(signo, &first, NULL);
+	if (is_in_place(signo) || first.sa_handler == SIG_DFL) {
+		put_back(signo, &first, context);
 		if (info->si_code <= 0)
 			(void)rf_sys_send_again(signo, info);
+	} else if (first.sa_flags & SA_SIGINFO) {
+		first.sa_sigaction(signo, info, context);
+	} else {
+		first.sa_handler(signo);
 	}
+}
+
+/* Sent, by kill(), raise() or a timer: it does not come again by itself. */
+static void on_sent(int signo, siginfo_t *info, void *context)
+{
+	if (has_told() || !is_in_place(signo)) {
+		go_on(signo, info, context);
+		return;
+	}
+	put_back(signo, &before, context);
+	(void)rf_sys_send_again(signo, info);
 }
 
 static void on_fault(int signo, siginfo_t *info, void *context)
 {
-	/* Threads that fault at the same time go on with the same. */
-	const struct sigaction *action = __atomic_load_n(&next, __ATOMIC_ACQUIRE);
-	struct sigaction now;
+	const uintptr_t address = (uintptr_t)info->si_addr;
 
-	if (rf_sys_action(signo, NULL, &now) >= 0 && !is_ours(&now)) {
+	if (info->si_code <= 0) {
+		on_sent(signo, info, context);
+	} else if (!has_told()) {
+		explain(info);
+		if (is_in_place(signo))
+			put_back(signo, &before, context);
+	} else if (returned.armed == armed && returned.address == address) {
 		go_on(signo, info, context);
-		return;
 	}
-	if (info->si_code > 0)
-		explain_once(info);
-	__atomic_store_n(&next, &first, __ATOMIC_RELAXED);
-	/* Another thread that faulted may have put an action there meanwhile: that one stays. */
-	if (rf_sys_action(signo, NULL, &now) < 0 || is_ours(&now))
-		(void)rf_sys_action(signo, action, NULL);
-	/* Sent, by kill(), raise() or a timer. */
-	if (info->si_code <= 0)
-		(void)rf_sys_send_again(signo, info);
+	/* A thread that faulted at the same time returns too: the action before ours is back. */
+	returned.armed = armed;
+	returned.address = address;
+	__atomic_store_n(&told, (int32_t)rf_sys_pid(), __ATOMIC_RELEASE);
 }
 
 int rf_child_fault_arm(void)
@@ -283,7 +321,7 @@ int rf_child_fault_arm(void)
 	if (!has_first)
 		first = now;
 	has_first = true;
-	__atomic_store_n(&next, &before, __ATOMIC_RELEASE);
+	armed++;
 	ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
 	sigemptyset(&ours.sa_mask);
 	return rf_sys_action(SIGSEGV, &ours, NULL) >= 0;

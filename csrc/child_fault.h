@@ -14,7 +14,19 @@
  * child that has all it touches keeps nothing and has no action.
  *
  * A system call that is given such an address returns EFAULT, and nothing is said. SIGBUS is
- * not ours: the kernel raises it where something is mapped.
+ * not ours: the kernel raises it where something is mapped. Of reserved memory that the child
+ * has unmapped nothing is said either. Two things cannot be told from pages as the fork left
+ * them: a PROT_NONE mapping of the program's own where an area was reserved, and, where none
+ * was, memory that the child has mapped and unmapped there. The line names the registration.
+ *
+ * A signal that was sent is not explained, but it puts the action back: the program's handler
+ * is to run with its own mask and flags, so the kernel must call it. Ours is not in front after
+ * that, until rf_explain_faults().
+ *
+ * Threads that fault at the same time all enter ours. The first one tells and puts the action
+ * back. The others wait for that and return, so their instructions fault again too. A thread
+ * that comes back with the same fault was called by a handler in front of ours: only then ours
+ * calls on.
  *
  * The handler allocates nothing and takes no lock. Its state changes as a process becomes a
  * child, and in rf_child_fault_arm().

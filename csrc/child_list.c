@@ -65,9 +65,9 @@ int rf_child_list_grow(struct rf_child_list *list, uint64_t areas, uint64_t nbyt
 struct collection {
 	struct rf_child_list *list;
 	struct rf_tracker *tracker;
-	bool open;		/* the reader */
-	bool mapped_anew;	/* as of the list, which others read as this goes on */
-	struct rf_area last;	/* may go on */
+	bool open;		/* the tracker's reader is */
+	bool mapped_anew;	/* for the list, whose own field other threads read meanwhile */
+	struct rf_area last;	/* not appended yet: the next range may continue it */
 };
 
 static int append(struct collection *to, const struct rf_area *area)
@@ -82,7 +82,7 @@ static int append(struct collection *to, const struct rf_area *area)
 	return 0;
 }
 
-/* Page by page, as some of it may be unreadable: a copy, or nothing where nothing is mapped. */
+/* Page by page, as the bytes of some may be refused. */
 static int append_copies(struct collection *to, struct rf_area area)
 {
 	const size_t page_size = to->tracker->kernel->page_size;
@@ -128,9 +128,6 @@ static int append_mapped(struct collection *to, struct rf_area area)
 		area.end = end;
 		area.finds = finds;
 		area.end = ask_protection(to, &area);
-		/* Unreadable bytes cannot be saved: the child gets nothing there. */
-		if (finds == RF_FINDS_COPY && !(area.protection & PROT_READ))
-			area.finds = RF_FINDS_NOTHING;
 		rc = area.finds == RF_FINDS_COPY ? append_copies(to, area) : append(to, &area);
 	}
 	return rc;
@@ -147,18 +144,18 @@ static int flush(struct collection *to)
 	return append_mapped(to, *last);
 }
 
-static int collect_area(struct collection *to, uintptr_t start, uintptr_t end, uint8_t finds,
-			uint8_t mark)
+static int collect_area(struct collection *to, const struct rf_area *area)
 {
 	struct rf_area *last = &to->last;
 	int rc;
 
-	if (last->end == start && last->finds == finds && last->mark == mark) {
-		last->end = end;
+	if (last->end == area->start && last->finds == area->finds && last->mark == area->mark &&
+	    last->doubt == area->doubt) {
+		last->end = area->end;
 		return 0;
 	}
 	rc = flush(to);
-	*last = (struct rf_area){ .start = start, .end = end, .finds = finds, .mark = mark };
+	*last = *area;
 	return rc;
 }
 
@@ -180,17 +177,24 @@ static int collect(struct collection *to, uintptr_t start, uintptr_t end)
 	int rc = 0;
 
 	for (; rc >= 0 && range; range = rf_ranges_next(ranges, &cursor)) {
-		uintptr_t from = range->start, until = range->end;
-		uint8_t mark = range->mark;
+		struct rf_area area = {
+			.start = range->start,
+			.end = range->end,
+			.finds = finds_on(range),
+			.mark = range->mark,
+			.doubt = range->flags & RF_RANGE_DOUBT,
+		};
 
-		if (!mark) {
-			from = from < start ? start : from;
-			until = until > end ? end : until;
-			mark = RF_MARK_DONTFORK;
-			if (from >= until || !rf_range_wants_mark(range))
+		if (!area.mark) {
+			area.start = area.start < start ? start : area.start;
+			area.end = area.end > end ? end : area.end;
+			area.mark = RF_MARK_DONTFORK;
+			if (area.start >= area.end || !rf_range_wants_mark(range))
 				continue;
 		}
-		rc = collect_area(to, from, until, finds_on(range), mark);
+		/* Reserved addresses are not told of, and long areas of them are better. */
+		area.doubt &= area.finds != RF_FINDS_NOTHING;
+		rc = collect_area(to, &area);
 	}
 	return rc < 0 ? rc : flush(to);
 }
@@ -210,19 +214,27 @@ static bool is_copy(const struct rf_area *area)
 	return area->finds == RF_FINDS_COPY && area->at;
 }
 
-/* By a system call: memory that is not held may be unmapped or inaccessible by now. */
+/*
+ * By system calls: memory that is not held may be unmapped by now. Inaccessible memory is saved
+ * too, as a program may open it when it is touched.
+ */
+static bool read_bytes(char *at, size_t nbytes, const struct iovec *from, unsigned int count)
+{
+	const struct iovec to = { at, nbytes };
+
+	return rf_sys_copy(&to, from, count) == (ssize_t)nbytes ||
+	       rf_sys_copy_inaccessible(&to, from, count) == (ssize_t)nbytes;
+}
+
 static bool read_one(struct rf_areas *areas, const struct rf_area *area)
 {
-	const size_t nbytes = area->end - area->start;
-	struct iovec to = { (char *)areas + area->at, nbytes };
-	struct iovec from = { (void *)area->start, nbytes };
+	const struct iovec from = { (void *)area->start, area->end - area->start };
 
-	return rf_sys_copy(&to, &from, 1) == (ssize_t)nbytes;
+	return read_bytes((char *)areas + area->at, from.iov_len, &from, 1);
 }
 
 static void read_batch(struct rf_areas *areas, struct batch *batch)
 {
-	struct iovec to = { NULL, batch->nbytes };
 	struct rf_area *area = areas->areas + batch->first;
 	const struct rf_area *last = areas->areas + batch->end;
 
@@ -230,8 +242,7 @@ static void read_batch(struct rf_areas *areas, struct batch *batch)
 		return;
 	while (!is_copy(area))
 		area++;
-	to.iov_base = (char *)areas + area->at;
-	if (rf_sys_copy(&to, batch->from, batch->count) == (ssize_t)batch->nbytes)
+	if (read_bytes((char *)areas + area->at, batch->nbytes, batch->from, batch->count))
 		return;
 	for (; area < last; area++)
 		if (is_copy(area) && !read_one(areas, area))
@@ -337,7 +348,7 @@ static int fill_spare(struct rf_child_list *list, struct rf_tracker *tracker, ui
 	struct collection to = { .list = list, .tracker = tracker };
 	int rc;
 
-	/* Both: the one takes the other's place. */
+	/* Both, as they change places. */
 	if (grow(&list->spare, header(0)) < 0 || grow(&list->shown, header(0)) < 0)
 		return -ENOMEM;
 	list->spare->count = 0;
@@ -354,7 +365,7 @@ static int fill_spare(struct rf_child_list *list, struct rf_tracker *tracker, ui
 	return rc;
 }
 
-/* More than registrations take in advance. The usual room stays: registrations come again. */
+/* Has a fork taken more room than registrations reserve? Less is kept for later ones. */
 static bool has_much_room(const struct rf_child_list *list)
 {
 	return list->shown && list->shown->mapped + list->spare->mapped > 4 * RF_LIST_ROOM;
@@ -426,16 +437,35 @@ static int map_zeros(uintptr_t start, uintptr_t end, int protection, size_t page
 	return rc < 0 ? rc : other;
 }
 
-/* Pages that are there are in order if their registration has ended meanwhile. */
+static void note(struct rf_child_list *list, const struct rf_refused *refused)
+{
+	if (!list->refused.error)
+		list->refused = *refused;
+}
+
+/* Pages that are there are in order if they are not the registered ones, or not any more. */
 static void note_refused(struct rf_child_list *list, const struct rf_area *area, int error,
 			 enum rf_child_of how)
 {
-	if (error >= 0 || (error == -EEXIST && how != RF_CHILD_AS_PREPARED))
+	const struct rf_refused refused = { area->start, area->end, area->finds, false, error };
+
+	if (error >= 0 || (error == -EEXIST && (area->doubt || how != RF_CHILD_AS_PREPARED)))
 		return;
 	if (error != -EEXIST)
 		(void)rf_sys_map_at(area->start, area->end - area->start, PROT_NONE);
-	if (!list->refused.error)
-		list->refused = (struct rf_refused){ area->start, area->end, area->finds, error };
+	note(list, &refused);
+}
+
+/* The bytes are the child's, which may be refused what its parent may do: see PR_SET_MDWE. */
+static void protect(struct rf_child_list *list, const struct rf_area *area, uintptr_t end)
+{
+	struct rf_refused refused = { area->start, end, area->finds, true, 0 };
+
+	if (area->protection == (PROT_READ | PROT_WRITE))
+		return;
+	refused.error = rf_sys_protect(area->start, end - area->start, area->protection);
+	if (refused.error < 0)
+		note(list, &refused);
 }
 
 /* The areas [@first, @last) touch each other and have one protection. */
@@ -443,15 +473,13 @@ static void give_back(struct rf_child_list *list, const struct rf_area *first,
 		      const struct rf_area *last, enum rf_child_of how)
 {
 	const uintptr_t start = first->start, nbytes = last[-1].end - start;
-	const int writable = PROT_READ | PROT_WRITE;
-	int rc = rf_sys_map_at(start, nbytes, writable);
+	int rc = rf_sys_map_at(start, nbytes, PROT_READ | PROT_WRITE);
 
 	if (rc >= 0) {
 		if (nbytes >= HUGE)
 			(void)rf_sys_madvise(start, nbytes, MADV_HUGEPAGE);
 		store(start, (const char *)list->shown + first->at, nbytes);
-		if (first->protection != writable)
-			(void)rf_sys_protect(start, nbytes, first->protection);
+		protect(list, first, start + nbytes);
 	} else if (last - first > 1) {
 		/* Some of them may be mapped: try each by itself. */
 		for (; first < last; first++)
@@ -462,9 +490,9 @@ static void give_back(struct rf_child_list *list, const struct rf_area *first,
 }
 
 /* The end of those areas that are given back together with @area. */
-static const struct rf_area *end_of_run(const struct rf_area *area, const struct rf_area *last)
+static struct rf_area *end_of_run(struct rf_area *area, const struct rf_area *last)
 {
-	const struct rf_area *next = area + 1;
+	struct rf_area *next = area + 1;
 
 	while (next < last && is_copy(next) && next->start == next[-1].end &&
 	       next->at == next[-1].at + (next[-1].end - next[-1].start) &&
@@ -503,23 +531,12 @@ static bool keep_wiped(const struct rf_areas *areas)
 	return refused;
 }
 
-void rf_child_list_apply(struct rf_child_list *list, enum rf_child_of how)
+static void map_all(struct rf_child_list *list, enum rf_child_of how)
 {
-	const struct rf_areas *areas = list->shown;
-	const struct rf_area *area, *last, *next;
-	size_t page_size;
+	struct rf_area *area = list->shown->areas, *last = area + list->shown->count, *next;
+	const size_t page_size = rf_sys_page_size();
 
-	list->refused.error = 0;
-	if (!areas || !areas->count)
-		return;
-	/* First, before anything takes VMAs. Twice: the others may have made room. */
-	if (keep_wiped(areas))
-		(void)keep_wiped(areas);
-	if (how == RF_CHILD_OF_CLONE)
-		return;
-	page_size = rf_sys_page_size();
-	last = areas->areas + areas->count;
-	for (area = areas->areas; area < last; area = next) {
+	for (; area < last; area = next) {
 		next = area + 1;
 		if (is_wiped(area))
 			continue;
@@ -530,10 +547,41 @@ void rf_child_list_apply(struct rf_child_list *list, enum rf_child_of how)
 		} else if (is_copy(area) && how >= RF_CHILD_PREPARED) {
 			next = end_of_run(area, last);
 			give_back(list, area, next, how);
-		} else if (area->reserved || is_copy(area)) {
-			(void)rf_sys_map_at(area->start, area->end - area->start, PROT_NONE);
 		}
 	}
+}
+
+static void reserve_all(struct rf_areas *areas, enum rf_child_of how)
+{
+	struct rf_area *area = areas->areas, *last = area + areas->count;
+	bool reserved;
+
+	for (; area < last; area++) {
+		if (is_wiped(area) ||
+		    !(area->reserved || (is_copy(area) && how < RF_CHILD_PREPARED)))
+			continue;
+		reserved = rf_sys_map_at(area->start, area->end - area->start, PROT_NONE) >= 0;
+		if (reserved != area->reserved)
+			area->reserved = reserved;
+	}
+}
+
+void rf_child_list_apply(struct rf_child_list *list, enum rf_child_of how)
+{
+	struct rf_areas *areas = list->shown;
+
+	list->refused.error = 0;
+	if (!areas || !areas->count)
+		return;
+	/* Before anything takes VMAs. The second pass may find VMAs that the first has freed. */
+	if (keep_wiped(areas))
+		(void)keep_wiped(areas);
+	areas->cloned = how == RF_CHILD_OF_CLONE;
+	if (areas->cloned)
+		return;
+	/* The kernel may have too few VMAs for both. */
+	map_all(list, how);
+	reserve_all(areas, how);
 }
 
 /* ---- Memory ---- */
@@ -600,7 +648,7 @@ void rf_child_list_clear(struct rf_child_list *list)
 	list->room_bytes = 0;
 	if (spare)
 		rf_sys_unmap(spare, spare->mapped);
-	/* They are the same in a child made as one took the other's place. */
+	/* In a child that was made as they changed places, both are one. */
 	if (shown && shown != spare)
 		rf_sys_unmap(shown, shown->mapped);
 }

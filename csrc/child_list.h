@@ -40,7 +40,8 @@ struct rf_area {
 	uint8_t finds;		/* enum rf_finds */
 	uint8_t mark;		/* enum rf_mark */
 	uint8_t protection;	/* PROT_READ ... of the parent's */
-	bool reserved;		/* one of the longest that are to be reserved */
+	bool doubt;		/* it may be other memory by now, which the child has */
+	bool reserved;		/* is to be; as of rf_child_list_apply(): is, in this child */
 };
 
 struct rf_areas {
@@ -48,13 +49,15 @@ struct rf_areas {
 	size_t bytes_at, used;
 	uint32_t count;
 	bool early;		/* marks follow: areas of zeros may be wiped by then */
+	bool cloned;		/* in a child: nothing was reserved */
 	struct rf_area areas[];
 };
 
-/* An area whose zeros or bytes could not be mapped. */
+/* Pages whose zeros or bytes could not be mapped, or not with their parent's protection. */
 struct rf_refused {
 	uintptr_t start, end;
 	uint8_t finds;
+	bool mapped;		/* all the same: the child can read and write there */
 	int error;		/* 0: there is none; -EEXIST: something is mapped there */
 };
 

@@ -81,13 +81,6 @@ static int identify(int fd, struct rf_file *file)
 	return 0;
 }
 
-static bool is_same(const struct rf_file *one, const struct rf_file *other)
-{
-	return one->device == other->device && one->inode == other->inode &&
-	       (one->special == other->special || one->special == RF_ANONYMOUS ||
-		other->special == RF_ANONYMOUS);
-}
-
 static bool is_still(const struct rf_descriptor *item)
 {
 	struct rf_file file;
@@ -96,7 +89,7 @@ static bool is_still(const struct rf_descriptor *item)
 	if (!item->number)
 		return false;
 	rc = identify(item->number - 1, &file);
-	return rc < 0 ? rc != -EBADF : is_same(&file, &item->file);
+	return rc < 0 ? rc != -EBADF : rf_sys_is_same(&file, &item->file);
 }
 
 /* Ours, and not a file of the program's that has got its number. */
@@ -128,7 +121,7 @@ static int open_null(struct rf_descriptors *descriptors)
 
 	if (is_null_still(descriptors->null))
 		return 0;
-	/* It has been closed, and another file may have its number. */
+	/* The program has closed ours, and another file may have its number. */
 	set_number(&descriptors->null, 0);
 	fd = rf_sys_open("/dev/null", RF_READ_SIGNED);
 	if (fd < 0)
@@ -183,7 +176,7 @@ static void replace(int null, const struct rf_descriptor *item)
 {
 	int fd = item->number - 1;
 
-	/* Were its number free, the next file would get it, and the device's commands. */
+	/* If its number were free, the next file would get it, and commands for the device. */
 	if (!null || rf_sys_duplicate(null - 1, fd) < 0)
 		rf_sys_close(fd);
 }

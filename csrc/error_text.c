@@ -72,9 +72,9 @@ static void put_range(struct line *line, int rc, const struct rf_error *error)
 		if (rc == -EINVAL)
 			put(line, "on_fork must be one of omit, wipe, keep, not %s", error->text);
 		else
-			put(line, "on_fork=\"keep\" relies on a kernel whose copies of pinned "
-				  "pages at fork can be trusted (5.19 and later), and %s; use "
-				  "\"omit\", or shared memory, which children keep everywhere",
+			put(line, "on_fork=\"keep\" needs a kernel that loses no pinned pages at "
+				  "fork, as Linux 5.19 and later; %s: use \"omit\", or shared "
+				  "memory, which children keep everywhere",
 			    error->text);
 		break;
 	case RF_CAUSE_FLAGS:
@@ -89,7 +89,7 @@ static void put_range(struct line *line, int rc, const struct rf_error *error)
 		    (size_t)error->end);
 		break;
 	case RF_CAUSE_VMA_LIMIT:
-		put(line, "it would take the process past half of vm.max_map_count (%u), or the "
+		put(line, "marks would take more than a third of vm.max_map_count (%u), or the "
 			  "kernel has no memory for more mappings; raise sysctl vm.max_map_count "
 			  "or the control group's memory limit, or register fewer and "
 			  "larger buffers",
@@ -118,8 +118,8 @@ static bool put_start(struct line *line, const struct rf_error *error)
 		put(line, "mode must be one of auto, lazy, eager, not %s", error->text);
 		return true;
 	case RF_CAUSE_LATE:
-		put(line, "fork_init() comes too late: memory was registered before it, and would "
-			  "stay unprotected; call it before the first registration, or set "
+		put(line, "fork_init() comes too late: memory registered before it is not "
+			  "protected; call it before the first registration, or set "
 			  "RDMAV_FORK_SAFE=1");
 		return true;
 	case RF_CAUSE_MODE:
@@ -129,12 +129,13 @@ static bool put_start(struct line *line, const struct rf_error *error)
 		return true;
 	case RF_CAUSE_ENVIRONMENT:
 		put(line, "%s in the environment is not valid; RDMAFORK_MODE is auto, lazy or "
-			  "eager, RDMAFORK_TRUST_COPYING and RDMAFORK_EXPLAIN_FAULTS 0 or 1",
+			  "eager; RDMAFORK_TRUST_COPYING, RDMAFORK_EXPLAIN_FAULTS and "
+			  "RDMAFORK_TRACE_REGISTRATIONS are 0 or 1",
 		    error->text);
 		return true;
 	case RF_CAUSE_UNTRUSTED:
-		put(line, "lazy mode relies on a kernel whose copies of pinned pages at fork can "
-			  "be trusted (5.19 and later), and %s; use eager",
+		put(line, "lazy mode needs a kernel that loses no pinned pages at fork, as Linux "
+			  "5.19 and later; %s: use eager",
 		    error->text);
 		return true;
 	case RF_CAUSE_OTHER_ENGINE:
@@ -200,7 +201,7 @@ void rf_error_untrusted(struct rf_error *error)
 	struct line line = { error->text, sizeof(error->text) };
 
 	if (rf_kernel_would_trust(false))
-		put(&line, "RDMAFORK_TRUST_COPYING=0 says that this one's are not");
+		put(&line, "RDMAFORK_TRUST_COPYING=0 is set");
 	else
-		put(&line, "those of %s cannot", rf_kernel()->release);
+		put(&line, "%s may lose them", rf_kernel()->release);
 }

@@ -8,7 +8,7 @@
 #include "hooks.h"
 #include "loader_gate.h"
 #include "marks.h"
-#include "opened.h"
+#include "open_files.h"
 #include "prefork.h"
 #include "window.h"
 
@@ -53,6 +53,8 @@ static __thread struct {
 	int depth;
 	bool prepared;		/* the list is of the last of them */
 	uint64_t transients;	/* rf_sys_transients() when it was prepared */
+	int blocked_at;		/* the depth of the fork that has blocked signals; 0: none has */
+	uint64_t blocked;	/* those that it has */
 } here __attribute__((tls_model("initial-exec")));
 
 static int show_list(struct rf_engine *engine)
@@ -87,6 +89,28 @@ static void prepare_pages(struct rf_engine *engine, uint64_t began)
 	rf_leave();
 }
 
+/*
+ * Libc lets signals come before it calls our child handler: a handler of the program's would
+ * find pages missing that the child is to have. Not for the kernel's own copies, which are there.
+ */
+static void block_signals(const struct rf_child_list *list)
+{
+	if (rf_likely(!__atomic_load_n(&list->mapped_anew, __ATOMIC_RELAXED)) || here.blocked_at)
+		return;
+	if (rf_sys_block_signals(&here.blocked) >= 0)
+		here.blocked_at = here.depth;
+}
+
+/* The fork at @depth ends: an outer one needs them blocked still, if it has blocked them. */
+static void unblock_signals(int depth)
+{
+	if (rf_likely(here.blocked_at != depth))
+		return;
+	/* First, as a handler that comes then may fork. */
+	here.blocked_at = 0;
+	(void)rf_sys_unblock_signals(here.blocked);
+}
+
 static void prepare(void)
 {
 	struct rf_engine *engine = &rf_engine;
@@ -101,17 +125,14 @@ static void prepare(void)
 	rf_loader_gate_fork();
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) != RF_MODE_NONE)
 		prepare_pages(engine, began);
-	/* Last: this thread has closed all that it opened. */
+	/* Last, as this thread must have closed its own descriptors by then. */
 	here.transients = rf_sys_transients();
+	block_signals(&engine->list);
 }
 
-static void parent(void)
+/* Many saved bytes, after the last fork that needed them. */
+static void trim_list(struct rf_engine *engine)
 {
-	struct rf_engine *engine = &rf_engine;
-
-	here.depth--;
-	rf_loader_gate_forked();
-	rf_window_shut();
 	/* Where other forks are under way, a later parent handler does it. */
 	if (rf_likely(!__atomic_load_n(&engine->list.mapped_anew, __ATOMIC_RELAXED)) ||
 	    rf_enter(RF_NOWAIT) < 0)
@@ -121,24 +142,37 @@ static void parent(void)
 	rf_leave();
 }
 
+static void parent(void)
+{
+	const int depth = here.depth--;
+
+	rf_loader_gate_forked();
+	rf_window_shut();
+	trim_list(&rf_engine);
+	unblock_signals(depth);
+}
+
 static void child(void)
 {
+	const int depth = here.depth;
+
 	rf_engine.unwiped = 0;
 	/* rf_notice_child() would read the wiped page first, which is a page fault more. */
 	(void)rf_become_child();
 	/* This fork is over. An outer one may go on here, for which no list was made. */
 	here.depth--;
 	here.prepared = false;
-	/* An interrupted call goes on here, and closes its own descriptors. */
+	/* A call that was interrupted goes on in this child, and closes its own descriptors. */
 	if (!rf_lock_is_mine(&rf_engine.lock) && rf_sys_inherits_transients(here.transients))
-		rf_opened_close_transients();
+		rf_open_files_close_transients();
 	if (rf_has_hooks())
 		rf_hooks.child();
-	/* Here alone: a raw clone()'s descriptors may be its parent's own (CLONE_FILES). */
+	/* Only after fork(): a child of clone() may share its parent's (CLONE_FILES). */
 	rf_descriptors_replace(&rf_engine.descriptors);
-	/* Last: descriptor 2 is what it is to be. Not of a clone(), that may share the actions. */
+	/* After descriptor 2 may have been replaced. A child of clone() may share the actions. */
 	rf_child_fault_tell_refused(&rf_engine.list.refused);
 	(void)rf_child_fault_arm();
+	unblock_signals(depth);
 }
 
 /*

@@ -63,13 +63,13 @@ static inline int rf_enter(unsigned int flags)
 		if (rc < 0)
 			return rc;
 	}
-	/* A fork came after rf_leave() had looked at it, and before the unlocking. */
+	/* A fork came after rf_leave() had looked for one, and before it unlocked. */
 	if (rf_unlikely(rf_engine.clear_when_left))
 		rf_clear_interrupted();
 	return 0;
 }
 
-/* Is what is left here the parent's? */
+/* Does this process still have its parent's state? */
 static inline bool rf_is_to_clear(void)
 {
 	return rf_unlikely(rf_engine.clear_when_left) ||

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #define _DEFAULT_SOURCE /* sbrk() */
 #include "fork_uses.h"
-#include "lock.h"
+#include "engine.h"
 
 #include <errno.h>
 #include <link.h>
@@ -17,7 +17,7 @@
 #define ARENA_HEADER 256u
 #define ANSWERS 64
 
-#define LACKED "; children lack it and may die; align the buffer to whole pages"
+#define LACKED "; children do not inherit it and may crash; align the buffer to whole pages"
 
 /* Ours, of which fork() makes use in a child. */
 static __thread char local __attribute__((tls_model("initial-exec")));
@@ -50,6 +50,12 @@ static bool is_own_tls(uintptr_t page, size_t page_size)
 	first = first < ours ? first : ours;
 	last = last > ours ? last : ours;
 	return page + page_size > first && page <= last;
+}
+
+/* In a program that has the engine linked into it, other data may share pages with it. */
+static bool is_engine(uintptr_t page, size_t page_size)
+{
+	return page + page_size > (uintptr_t)&rf_engine && page < (uintptr_t)(&rf_engine + 1);
 }
 
 /* How a heap of an arena begins, glibc's struct heap_info. */
@@ -127,6 +133,8 @@ const char *rf_fork_uses(uintptr_t page, size_t page_size)
 		return "this thread's control block, which fork() uses" LACKED;
 	if (is_own_tls(page, page_size))
 		return "this thread's TLS, which fork() uses" LACKED;
+	if (is_engine(page, page_size))
+		return "rdmafork's own data, which fork() uses" LACKED;
 	if (is_head_of_arena(page))
 		return "the head of a malloc() arena, which fork() uses" LACKED;
 	return NULL;

@@ -9,6 +9,9 @@
  *	other threads   [ ... frame | stack ... | TLS | control block]
  *	arenas          [heap_info | malloc_state | blocks ...]   at 64 MiB
  *
+ * The engine's own state is read by the child handler before it gives anything back. Where the
+ * engine is linked into the program, the program's data may share pages with it.
+ *
  * Not known here: FILE objects, other threads' stacks, the name service's state; of malloc's
  * memory the second and later heaps of an arena. Any other partial page of that is given back
  * in time, but as it was when the fork was prepared: a thread that calls malloc() until the

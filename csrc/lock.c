@@ -43,10 +43,10 @@ bool rf_lock_wait(struct rf_lock *lock)
 				       WHILE_NS);
 		if (rc >= 0 || rc == -EAGAIN)
 			continue;
-		/* A seccomp filter refuses it: then a short sleep, which no release ends early. */
+		/* A seccomp filter refuses futexes: sleep a little, which no release ends. */
 		if (rc != -ETIMEDOUT && rc != -EINTR)
 			rf_sys_sleep(REFUSED_NS);
-		/* Signals, too, may come before each wait is over, and would make it endless. */
+		/* Signals may end each wait early, so the caller counts the time. */
 		return false;
 	}
 }

@@ -6,6 +6,10 @@
 /* How many ranges a release may look at in search of ranges to unmark. */
 #define LOOKED_AT 64
 
+/* The share of all mappings that is given back: of 65530 about 1000, for some hundred threads. */
+#define SHARE_GIVEN_BACK 64
+#define SHORT_PAGES 16
+
 static const struct rf_change unmark = { .remark = true, .clear = RF_RANGE_TO_UNMARK };
 
 static bool is_marked(const struct rf_range *range)
@@ -246,7 +250,7 @@ static int edges_more(const struct rf_range *beside)
 	return beside->mark == RF_MARK_DONTFORK ? -1 : 0;
 }
 
-/* A mark that touches its like takes no VMA more. */
+/* A mark beside a mark of the same kind takes no further VMA. */
 bool rf_marks_touch(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
@@ -307,11 +311,29 @@ void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintpt
 			return;
 		}
 		rf_marks_leave(tracker, &run);
-		/* Refused: it goes at the next fork, and that will be enough. */
+		/* The kernel refused: the next fork unmarks it, and that is enough. */
 		range = rf_ranges_find(&tracker->ranges, run.start);
 		if (range && range->mark)
 			return;
 	}
+}
+
+void rf_marks_give_back(struct rf_tracker *tracker)
+{
+	const uint32_t share = tracker->kernel->max_map_count / SHARE_GIVEN_BACK;
+	const uint32_t most = tracker->ranges.mark_edges - share;
+	size_t nbytes = SHORT_PAGES * (size_t)tracker->kernel->page_size;
+	struct rf_run run = { .end = 0 };
+
+	/* Where marks are few they are not the reason. */
+	if (!rf_tracker_trusts(tracker) || tracker->ranges.mark_edges < 2 * share)
+		return;
+	/* Runs of up to so many bytes, then longer ones. */
+	for (; tracker->ranges.mark_edges > most && nbytes; nbytes *= SHORT_PAGES, run.end = 0)
+		while (tracker->ranges.mark_edges > most &&
+		       rf_tracker_next_run(tracker, UINTPTR_MAX, rf_range_is_marked_and_held, &run))
+			if (run.end - run.start <= nbytes)
+				rf_marks_leave(tracker, &run);
 }
 
 /* Unmark shared memory in [@start, @end), whose registration may be under way. */
@@ -330,23 +352,34 @@ static void drop_shared(struct rf_vma_reader *reader, uintptr_t start, uintptr_t
 	}
 }
 
+/* The ranges as they lie there: the interrupted call may be in the middle of any change. */
+static void drop_shared_ranges(struct rf_vma_reader *reader, const struct rf_ranges *ranges)
+{
+	const struct rf_range *range, *last;
+	const struct rf_leaf *leaf;
+	uint32_t entry;
+
+	/* Without memory they are being moved by it. */
+	if (!ranges->leaves.capacity || !ranges->directory.capacity)
+		return;
+	for (entry = 0; entry < ranges->leaf_count; entry++) {
+		leaf = rf_ranges_leaf(ranges, entry);
+		last = leaf->ranges + leaf->used;
+		for (range = leaf->ranges; range < last; range++)
+			if (range->mark && range->nature == RF_NATURE_UNASKED)
+				drop_shared(reader, range->start, range->end);
+	}
+}
+
 void rf_marks_drop_shared(const struct rf_tracker *tracker)
 {
-	const struct rf_ranges *ranges = &tracker->ranges;
-	struct rf_cursor cursor = { 0, 0 };
-	const struct rf_range *range;
 	struct rf_vma_reader reader;
 
 	rf_vma_init(&reader, tracker->kernel->procmap_query, 0);
 	if (rf_vma_open(&reader) < 0)
 		return;
 	drop_shared(&reader, tracker->announced_start, tracker->announced_end);
-	/* Else they are being moved. */
-	if (ranges->leaves.capacity && ranges->directory.capacity)
-		for (range = rf_ranges_at(ranges, cursor); range;
-		     range = rf_ranges_next(ranges, &cursor))
-			if (range->mark && range->nature == RF_NATURE_UNASKED)
-				drop_shared(&reader, range->start, range->end);
+	drop_shared_ranges(&reader, &tracker->ranges);
 	rf_vma_close(&reader);
 	rf_memory_free(&reader.table);
 }

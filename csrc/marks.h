@@ -37,7 +37,7 @@ static inline struct rf_change rf_marks_made(uint8_t mark)
 {
 	return (struct rf_change){ .remark = true,
 				   .mark = mark,
-				   .clear = RF_RANGE_DUE | RF_RANGE_TO_UNMARK };
+				   .clear = RF_RANGE_DUE | RF_RANGE_LOST | RF_RANGE_TO_UNMARK };
 }
 
 /* The advice that makes a mark, and the one that takes it back. */
@@ -97,6 +97,13 @@ static inline bool rf_marks_have_room(const struct rf_tracker *tracker, uintptr_
 
 /* A release has cut [@start, @end) out: leave to the kernel the runs over the budget. */
 void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintptr_t end);
+
+/*
+ * The kernel has refused a mark for want of mappings: it would refuse the program's next thread,
+ * too. Where copying is trusted, leave the shortest runs to the kernel until the program has some
+ * mappings again. The next fork tries to mark them.
+ */
+void rf_marks_give_back(struct rf_tracker *tracker);
 
 /*
  * For a fork inside the engine, where the tables may be half changed: pages that are

@@ -12,12 +12,12 @@
 #define BATCH 16
 #define REFUSALS 64
 
-/* Parts of a run that may be shared, where the kernel can be asked about single pages only. */
-#define PARTS 512
+/* Pages that a fork asks about where the kernel tells of single pages only: a microsecond each. */
+#define PAGES_ASKED 65536
 
 /*
- * Where VMAs are short the longest runs are marked: they cost the kernel most to copy.
- * Else every run is marked. On 6.18 a mark pays from two base pages on, from four if
+ * The longest runs are marked first: they cost the kernel most to copy, and it may grant fewer
+ * VMAs than there are runs. On 6.18 a mark pays from two base pages on, from four if
  * the child reserves their addresses; one page costs 1 to 3 us a fork more than
  * its copy. But in a transparent huge page, which nothing tells from the others, a
  * single page that is left costs 50 us (benchmarks/break_even.py).
@@ -31,7 +31,8 @@ struct batch {
 	unsigned int count;
 	unsigned int refused;
 	bool may_wipe;
-	bool full;		/* the kernel grants no more VMAs */
+	bool lacking;		/* the kernel grants no more VMAs */
+	bool full;		/* it does not, or has refused too much */
 };
 
 /* ---- Which ranges ---- */
@@ -49,7 +50,7 @@ static bool is_marked_and_unasked(const struct rf_range *range)
 static bool is_due(const struct rf_range *range)
 {
 	return range->flags & RF_RANGE_DUE && range->nature != RF_NATURE_UNASKED &&
-	       rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
+	       rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_UNSURE);
 }
 
 static bool is_due_and_marked(const struct rf_range *range)
@@ -62,15 +63,10 @@ static bool is_due_and_unmarked(const struct rf_range *range)
 	return !range->mark && is_due(range);
 }
 
-static bool is_marked_and_held(const struct rf_range *range)
-{
-	return range->mark && rf_range_wants_mark(range) && !(range->flags & RF_RANGE_DOUBT);
-}
-
-/* Another mark would serve it better, and it is known that it is there. */
+/* Another mark would serve the range better, and its memory is known to be mapped. */
 static bool is_marked_otherwise(const struct rf_range *range)
 {
-	return is_marked_and_held(range) && range->nature != RF_NATURE_UNASKED &&
+	return rf_range_is_marked_and_held(range) && range->nature != RF_NATURE_UNASKED &&
 	       range->mark != rf_range_best_mark(range);
 }
 
@@ -87,16 +83,14 @@ static bool has_budget_for(const struct rf_tracker *tracker, uint8_t best)
 
 /* The work there is, found in one walk. */
 struct survey {
-	bool unasked, shared, doubted, otherwise, wiped;
-	uint64_t due;		/* runs, at most */
+	bool unasked, shared, doubted, otherwise, wiped, due;
 };
 
 static struct survey survey(const struct rf_tracker *tracker)
 {
 	struct rf_cursor cursor = { 0, 0 };
 	const struct rf_range *range = rf_ranges_at(&tracker->ranges, cursor);
-	struct survey found = { .due = 0 };
-	uintptr_t end = 0;
+	struct survey found = { .due = false };
 
 	for (; range; range = rf_ranges_next(&tracker->ranges, &cursor)) {
 		found.unasked |= is_unasked(range);
@@ -106,10 +100,7 @@ static struct survey survey(const struct rf_tracker *tracker)
 				   has_budget_for(tracker, (uint8_t)rf_range_best_mark(range));
 		found.wiped |= range->mark != RF_MARK_WIPEONFORK &&
 			       rf_range_best_mark(range) == RF_MARK_WIPEONFORK;
-		if (!is_due_and_unmarked(range))
-			continue;
-		found.due += range->start != end;
-		end = range->end;
+		found.due |= is_due_and_unmarked(range);
 	}
 	return found;
 }
@@ -207,27 +198,37 @@ static bool is_shared_page(const struct rf_tracker *tracker, uintptr_t page)
 	return rf_sys_is_shared(page, tracker->kernel->page_size) > 0;
 }
 
+static void leave_part(struct rf_tracker *tracker, const struct rf_run *part)
+{
+	struct rf_ranges *ranges = &tracker->ranges;
+
+	if (part->start < part->end && rf_ranges_reserve(ranges, ranges->registrations) >= 0)
+		rf_marks_leave(tracker, part);
+}
+
 /*
  * Where the kernel's copying is not trusted, memory that may be private stays marked. One
- * system call a page tells shared memory from it; of long runs only some pages are asked about.
+ * system call a page tells shared memory from it; pages that are not asked about may be private.
  */
 static void leave_shared(struct rf_tracker *tracker)
 {
 	const size_t page_size = tracker->kernel->page_size;
-	struct rf_ranges *ranges = &tracker->ranges;
 	struct rf_run run = { .end = 0 }, part;
-	size_t step;
+	unsigned int left = PAGES_ASKED;
+	uintptr_t page;
 
-	while (rf_tracker_next_run(tracker, UINTPTR_MAX, is_marked_and_unasked, &run)) {
-		step = rf_up((run.end - run.start) / PARTS, tracker->base_shift);
-		step = step < page_size ? page_size : step;
-		for (part = run; part.start < run.end; part.start = part.end) {
-			part.end = run.end - part.start < step ? run.end : part.start + step;
-			if (is_shared_page(tracker, part.start) &&
-			    is_shared_page(tracker, part.end - page_size) &&
-			    rf_ranges_reserve(ranges, ranges->registrations) >= 0)
-				rf_marks_leave(tracker, &part);
+	while (left && rf_tracker_next_run(tracker, UINTPTR_MAX, is_marked_and_unasked, &run)) {
+		part = run;
+		part.end = part.start;
+		for (page = run.start; left && page < run.end; page += page_size, left--) {
+			if (is_shared_page(tracker, page)) {
+				part.end = page + page_size;
+				continue;
+			}
+			leave_part(tracker, &part);
+			part.start = part.end = page + page_size;
 		}
+		leave_part(tracker, &part);
 	}
 }
 
@@ -262,6 +263,12 @@ static int mark_divided_page(struct rf_tracker *tracker, const struct rf_run *ru
 	return rf_marks_set(tracker, &whole, RF_MARK_DONTFORK);
 }
 
+/* ENOMEM: older kernels lack VMAs, or memory that should be held was unmapped. */
+static bool is_for_hole(const struct rf_run *run, int rc)
+{
+	return rc == -ENOMEM && rf_sys_is_mapped(run->start, run->end - run->start) <= 0;
+}
+
 /* A run that the kernel refuses to mark is left to its copying, unless it was marked before. */
 static void mark_run(struct rf_tracker *tracker, struct batch *batch, const struct rf_run *run)
 {
@@ -271,9 +278,10 @@ static void mark_run(struct rf_tracker *tracker, struct batch *batch, const stru
 		rc = rf_marks_set(tracker, run, RF_MARK_DONTFORK);
 	if (rc == -EINVAL)
 		rc = mark_divided_page(tracker, run);
-	/* ENOMEM: the limit on older kernels, or memory that should be held was unmapped. */
-	if (rc < 0)
-		batch->full = rc == -EAGAIN || ++batch->refused == REFUSALS;
+	if (rc >= 0)
+		return;
+	batch->lacking = (rc == -EAGAIN || rc == -ENOMEM) && !is_for_hole(run, rc);
+	batch->full = batch->lacking || ++batch->refused == REFUSALS;
 }
 
 static void note_marked(struct rf_tracker *tracker, const struct iovec *run)
@@ -311,7 +319,10 @@ static void flush(struct rf_tracker *tracker, struct batch *batch)
 	batch->count = 0;
 }
 
-/* Mark pages in doubt again that a later registration holds: that takes no more VMAs. */
+/*
+ * Mark pages again whose mark may be gone, in doubt and held by a later registration, or lost:
+ * that takes no more VMAs than are counted.
+ */
 static void mark_doubted(struct rf_tracker *tracker)
 {
 	struct batch batch = { .count = 0 };
@@ -346,14 +357,15 @@ static void mark_due(struct rf_tracker *tracker, struct batch *batch, size_t nby
 	flush(tracker, batch);
 }
 
-static void mark_all_due(struct rf_tracker *tracker, uint64_t runs, bool may_wipe)
+static void mark_all_due(struct rf_tracker *tracker, bool may_wipe)
 {
-	const bool fits = 2 * runs + tracker->ranges.mark_edges <= tracker->vma_budget;
 	struct batch batch = { .may_wipe = may_wipe };
 	size_t step;
 
-	for (step = fits ? STEPS - 1 : 0; step < STEPS; step++)
+	for (step = 0; step < STEPS; step++)
 		mark_due(tracker, &batch, page_steps[step] * tracker->kernel->page_size);
+	if (rf_unlikely(batch.lacking))
+		rf_marks_give_back(tracker);
 }
 
 static void exchange_marks(struct rf_tracker *tracker)
@@ -387,8 +399,8 @@ static void walk(struct rf_tracker *tracker, struct rf_child_list *list)
 	if (found.otherwise && may_wipe)
 		exchange_marks(tracker);
 	if (found.due)
-		mark_all_due(tracker, found.due, may_wipe);
-	/* The next fork tries again where the kernel has refused. */
+		mark_all_due(tracker, may_wipe);
+	/* Where the kernel has refused, the next fork tries again. */
 	if (found.doubted || found.otherwise || found.due)
 		found = survey(tracker);
 	/* Ranges that only lack budget wait for a release. */
@@ -399,29 +411,38 @@ static void walk(struct rf_tracker *tracker, struct rf_child_list *list)
 
 /*
  * A registration that found its pages marked has not learned of the huge page they
- * are part of: madvise() takes any part of a marked mapping.
+ * are part of: madvise() takes any part of a marked mapping. 0 without an answer, too.
  */
-static void mark_whole_pages(struct rf_tracker *tracker, const struct rf_run *run)
+static int mark_whole_pages(struct rf_tracker *tracker, const struct rf_run *run)
 {
 	struct rf_extent extent;
 
-	if (find_whole_pages(tracker, run, &extent) >= 0)
-		(void)rf_marks_call(tracker, extent.start, extent.end, rf_marks_advice(run->mark));
+	if (find_whole_pages(tracker, run, &extent) < 0)
+		return 0;
+	return rf_marks_call(tracker, extent.start, extent.end, rf_marks_advice(run->mark));
 }
 
 /*
  * Others advise the same pages: an MADV_DOFORK of libibverbs' own tracker, which knows
  * nothing of our counts, takes our marks away. Memory that is not held may be another's
- * by now.
+ * by now. A mark that is lost waits for the walk, of this fork or a later one.
  */
 static void mark_again(struct rf_tracker *tracker)
 {
+	const struct rf_change lost = { .set = RF_RANGE_LOST | RF_RANGE_DUE };
 	struct rf_run run = { .end = 0 };
+	int rc;
 
-	while (rf_tracker_next_run(tracker, UINTPTR_MAX, is_marked_and_held, &run))
-		if (rf_marks_call(tracker, run.start, run.end, rf_marks_advice(run.mark)) ==
-		    -EINVAL)
-			mark_whole_pages(tracker, &run);
+	while (rf_tracker_next_run(tracker, UINTPTR_MAX, rf_range_is_marked_and_held, &run)) {
+		rc = rf_marks_call(tracker, run.start, run.end, rf_marks_advice(run.mark));
+		if (rc == -EINVAL)
+			rc = mark_whole_pages(tracker, &run);
+		/* Around a hole the kernel has marked the rest. */
+		if (rc >= 0 || is_for_hole(&run, rc))
+			continue;
+		rf_ranges_change(&tracker->ranges, run.start, run.end, &lost);
+		tracker->dirty = true;
+	}
 }
 
 /* ---- All of it ---- */

@@ -12,11 +12,11 @@ static uint8_t doubt_of(const struct rf_slot *slot)
 	return slot->flags & RF_SLOT_HELD ? 0 : RF_RANGE_DOUBT;
 }
 
-/* Its mark is there to stay. */
+/* The range keeps its mark, whatever this call does. */
 static bool is_steady(const struct rf_range *range)
 {
 	return range->mark && rf_range_wants_mark(range) &&
-	       !(range->flags & (RF_RANGE_DOUBT | RF_RANGE_RETRY));
+	       !(range->flags & (RF_RANGE_UNSURE | RF_RANGE_RETRY));
 }
 
 /* The work on some pages. */
@@ -70,7 +70,7 @@ static inline enum shape look(const struct rf_tracker *tracker, uintptr_t start,
 
 static bool to_mark_now(const struct rf_range *range)
 {
-	return rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_DOUBT);
+	return rf_range_wants_mark(range) && (!range->mark || range->flags & RF_RANGE_UNSURE);
 }
 
 /*
@@ -196,7 +196,7 @@ static int explain(struct rf_tracker *tracker, uintptr_t start, uintptr_t end, i
 	return rc;
 }
 
-/* The slot is counted no more: unmark the pages it has left behind. */
+/* The slot is no longer counted: unmark the pages that only it wanted marked. */
 static void clean_up(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
 	rf_marks_widen(tracker, &start, &end);
@@ -232,7 +232,7 @@ static __attribute__((noinline)) int protect_by_steps(struct rf_tracker *tracker
 	struct rf_extent extent;
 	int rc = refused;
 
-	/* Also if this fails: memory in doubt that was marked anew may be shared by now. */
+	/* On failure too: memory in doubt that was marked again may be shared by now. */
 	tracker->dirty = true;
 	rf_tracker_extent(tracker, slot, &extent);
 	rf_tracker_count(tracker, slot, &extent, more);
@@ -408,7 +408,7 @@ static inline enum shape look_back(const struct rf_tracker *tracker, uintptr_t s
 		if (range->flags & RF_RANGE_RETRY || rf_range_is_unwanted(range))
 			return OTHER;
 		if (rf_range_count(range) > 1) {
-			/* A child may need other bytes there than zeros now. */
+			/* Those that stay registered may want other bytes for a child. */
 			if (range->flags & RF_RANGE_DOUBT || range->mark == RF_MARK_WIPEONFORK)
 				return OTHER;
 		} else if (range->mark) {

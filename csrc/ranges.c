@@ -153,7 +153,7 @@ const struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t 
 
 static inline bool is_alike(const struct rf_range *left, const struct rf_range *right)
 {
-	/* All that is not its bytes, in one comparison. */
+	/* All fields but the addresses, in one comparison. */
 	const size_t at = offsetof(struct rf_range, counts);
 
 	return left->end == right->start &&
@@ -286,7 +286,7 @@ static void make_room(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr
 static bool is_even(const struct rf_range *range)
 {
 	return rf_range_wants_mark(range) && range->mark != RF_MARK_WIPEONFORK &&
-	       !(range->flags & (RF_RANGE_DOUBT | RF_RANGE_RETRY | RF_RANGE_STUCK)) &&
+	       !(range->flags & (RF_RANGE_UNSURE | RF_RANGE_RETRY | RF_RANGE_STUCK)) &&
 	       (range->mark || range->flags & RF_RANGE_DUE);
 }
 
@@ -472,7 +472,7 @@ static inline void count_more(struct rf_range *piece, const struct rf_change *ch
 	}
 	piece->counts[change->finds]++;
 	/* A mark that is sure to be there need not be made again. */
-	if (piece->mark && !(piece->flags & RF_RANGE_DOUBT))
+	if (piece->mark && !(piece->flags & RF_RANGE_UNSURE))
 		set &= (uint8_t)~RF_RANGE_DUE;
 	piece->flags |= set;
 	if (piece->flags & RF_RANGE_DOUBT)
@@ -489,7 +489,7 @@ static inline void count_less(struct rf_range *piece, const struct rf_change *ch
 	piece->counts[change->finds]--;
 	if (rf_range_is_counted(piece))
 		return;
-	piece->flags &= (uint8_t)~(RF_RANGE_DOUBT | RF_RANGE_DUE);
+	piece->flags &= (uint8_t)~(RF_RANGE_UNSURE | RF_RANGE_DUE);
 	if (change->finds == RF_FINDS_COPY)
 		piece->flags |= RF_RANGE_PARTIAL;
 	if (change->remark)

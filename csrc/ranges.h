@@ -79,6 +79,8 @@ enum rf_nature {
 #define RF_RANGE_STUCK	8u
 /* Its last registration did not fill it: while it is marked a child has its bytes. */
 #define RF_RANGE_PARTIAL 16u
+/* Other code may have taken its mark away, and the kernel has refused to make it again. */
+#define RF_RANGE_LOST	32u
 
 struct rf_range {
 	uintptr_t start, end;
@@ -91,6 +93,8 @@ struct rf_range {
 
 /* Flags of a mark that is to go. A new mark has neither. */
 #define RF_RANGE_TO_UNMARK (RF_RANGE_RETRY | RF_RANGE_STUCK)
+/* The mark may be gone. */
+#define RF_RANGE_UNSURE (RF_RANGE_DOUBT | RF_RANGE_LOST)
 
 /* A mark is stuck that the kernel refuses to take back so often, but for want of mappings. */
 #define RF_RANGE_TRIES	8
@@ -249,8 +253,8 @@ struct rf_change {
 };
 
 /*
- * There is room. A page keeps each property that the change does not name. @cursor is that of
- * @start, for callers that have looked there.
+ * rf_ranges_reserve() has made room. A page keeps each property that the change does not name.
+ * @cursor is that of @start, for callers that have looked there.
  */
 void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t start,
 			 uintptr_t end, const struct rf_change *change);
@@ -290,6 +294,12 @@ static inline bool rf_range_wants_mark(const struct rf_range *range)
 static inline bool rf_range_is_marked_but_shared(const struct rf_range *range)
 {
 	return range->mark && range->nature == RF_NATURE_SHARED;
+}
+
+/* Its mark is wanted, and the memory is the one that was marked. */
+static inline bool rf_range_is_marked_and_held(const struct rf_range *range)
+{
+	return range->mark && rf_range_wants_mark(range) && !(range->flags & RF_RANGE_DOUBT);
 }
 
 static inline bool rf_range_is_unmarked(const struct rf_range *range)

@@ -77,6 +77,13 @@ enum rf_policy {
 #define RF_MAPPED	4u
 /* With rf_release(), before rf_fork_init(): later that works as if nothing had been registered. */
 #define RF_UNDO		8u
+/* With rf_register(): the call that a dying child names (rf_explain_faults()), if not that. */
+#define RF_FROM_REGISTER	0x10u	/* Python's rdmafork.register() */
+#define RF_FROM_ADDRESS		0x20u	/* rdmafork.register_address() */
+#define RF_FROM_BUFFER		0x30u	/* rdmafork.Buffer() */
+#define RF_FROM_DEVICE		0x40u	/* ProtectionDomain.register() */
+#define RF_FROM_LIBIBVERBS	0x50u	/* libibverbs' ibv_dontfork_range() */
+#define RF_FROM			0x70u	/* the bits of these */
 
 /* Why a call failed, where the errno that it returns can have several causes. */
 enum rf_cause {
@@ -84,7 +91,7 @@ enum rf_cause {
 	RF_CAUSE_WRAP,		/* EOVERFLOW: address + nbytes is beyond the address space */
 	RF_CAUSE_POLICY,	/* EINVAL: unknown; ENOTSUP: RF_KEEP, copying is not trusted */
 	RF_CAUSE_HOLE,		/* ENOMEM: [start, end) of the range is not mapped */
-	RF_CAUSE_VMA_LIMIT,	/* ENOMEM: over half of vm.max_map_count, or no memory for it */
+	RF_CAUSE_VMA_LIMIT,	/* ENOMEM: over a third of vm.max_map_count, or no memory */
 	RF_CAUSE_ENGINE_MEMORY,	/* ENOMEM: the engine's own tables cannot grow */
 	RF_CAUSE_REFUSED,	/* the kernel's madvise() refused [start, end): sealed, special */
 	RF_CAUSE_NO_PROC,	/* the page size of [start, end) is unknown without /proc */
@@ -156,9 +163,9 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error);
 RF_API enum rf_mode rf_mode(void);
 
 /*
- * Register [@address, @address + @nbytes). @flags: RF_HELD, RF_NOWAIT; any other bit is
- * -EINVAL. With RF_HELD the memory stays mapped until it is released. Without it the memory
- * may be unmapped before, so its pages are marked at once in either mode. The first
+ * Register [@address, @address + @nbytes). @flags: RF_HELD, RF_NOWAIT, one of RF_FROM_...; any
+ * other bit is -EINVAL. With RF_HELD the memory stays mapped until it is released. Without it
+ * the memory may be unmapped before, so its pages are marked at once in either mode. The first
  * registration reads RDMAV_FORK_SAFE and IBV_FORK_SAFE; if one is set it calls rf_fork_init()
  * and fails as that does.
  * Returns 1 if the memory is protected, 0 if rf_fork_init() was never called;
@@ -191,7 +198,8 @@ RF_API void rf_ranges_own(int yes);
 /*
  * A forked child that touches memory it did not inherit dies. One line on stderr says why
  * before: address, registration, what to do. The child's fork handler puts a SIGSEGV action in
- * front of the one there is. A program that installs its own later calls this after that.
+ * front of the one there is. A program that installs its own later, or survives a SIGSEGV that
+ * is sent, calls this after that. Nothing explains SIGBUS, or EFAULT of a system call.
  * 1: ours is in front. 0: this process inherited everything, SIGSEGV is ignored, or
  * RDMAFORK_EXPLAIN_FAULTS=0 was in the environment at rf_fork_init(). -EDEADLK.
  */
@@ -204,18 +212,18 @@ RF_API int rf_explain_faults(void);
 RF_API int rf_registered_at(struct rf_handle handle, const char *where);
 
 enum rf_library_how {
-	RF_LIBRARY_OURS = 0,		/* its slots hold ours: found first, as by LD_PRELOAD */
-	RF_LIBRARY_REWRITTEN = 1,	/* its slots held its own functions, or another's */
-	RF_LIBRARY_PATCHED = 2,		/* it has no slots: a jump lies over the two functions */
+	RF_LIBRARY_OURS = 0,		/* its GOT names ours: found first, as by LD_PRELOAD */
+	RF_LIBRARY_REWRITTEN = 1,	/* its GOT named its own functions, or another's */
+	RF_LIBRARY_PATCHED = 2,		/* not by its GOT: a jump lies over the two functions */
 	RF_LIBRARY_REFUSED = 3,		/* neither is possible: its own support is in force */
 };
 
 enum rf_library_why {
 	RF_WHY_NONE = 0,
 	RF_WHY_TRACKS = 1,	/* its own fork support protects memory already */
-	RF_WHY_CODE = 2,	/* no slots, and its functions begin otherwise than known */
-	RF_WHY_MACHINE = 3,	/* no slots, and not x86-64 */
-	RF_WHY_FORBIDDEN = 4,	/* its code or slots may not be changed (SELinux, seccomp) */
+	RF_WHY_CODE = 2,	/* it calls directly, and its code is not known */
+	RF_WHY_MACHINE = 3,	/* it calls directly, and this is not x86-64 */
+	RF_WHY_FORBIDDEN = 4,	/* its code or GOT may not be changed (SELinux, seccomp) */
 };
 
 /* A libibverbs in this process. */
@@ -304,7 +312,8 @@ struct rf_stats {
 	uint64_t marked_ranges;		/* of these, marked in the kernel */
 	uint64_t marked_bytes;
 	uint64_t vmas;			/* upper bound of VMAs the marks add */
-	uint64_t vma_budget;		/* no mark goes beyond it: half of vm.max_map_count */
+	/* No mark goes beyond it: half of vm.max_map_count, a third without copy_trusted. */
+	uint64_t vma_budget;
 	uint64_t unmarked_ranges;	/* could be marked, but copied by the kernel */
 	uint64_t unmarked_bytes;
 	uint64_t still_marked_bytes;	/* released, still marked: children lack them */

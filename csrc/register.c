@@ -14,7 +14,7 @@
 #include <stdio.h>
 
 /* Each call refuses flags it does not take: a later release may give another bit a meaning. */
-#define REGISTER_FLAGS (RF_HELD | RF_NOWAIT)
+#define REGISTER_FLAGS (RF_HELD | RF_NOWAIT | RF_FROM)
 #define RELEASE_FLAGS (RF_NOWAIT | RF_UNDO)
 #define OMIT_FLAGS RF_MAPPED
 
@@ -158,7 +158,7 @@ static __attribute__((noinline)) void name_lost_pages(const struct rf_engine *en
 		return;
 	if (ends && name_page(last, page_size, rf_fork_uses(last, page_size), error))
 		return;
-	/* No system call where others' marks protect it: theirs were named. */
+	/* No system call inside others' marked pages: their registration was warned of these. */
 	if (slot->flags & RF_SLOT_COUNTED)
 		(void)name_page(begins ? first : last, page_size,
 				rf_malloc_uses(begins ? slot->start : slot->end - 1), error);
@@ -203,7 +203,7 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 	}
 	slot = rf_registry_take(&engine->registry, start, start + nbytes, &index);
 	slot->policy = (uint8_t)policy;
-	slot->flags = flags & RF_HELD ? RF_SLOT_HELD : 0;
+	slot->flags = (uint8_t)((flags & (RF_HELD | RF_FROM)) << 1);
 	handle->serial = slot->serial;
 	handle->slot = index;
 	handle->generation = engine->generation;

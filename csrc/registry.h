@@ -27,11 +27,13 @@
 
 /* Its pages are counted in the ranges. */
 #define RF_SLOT_COUNTED		1u
+/* The same of rf_register()'s flags. */
+#define RF_SLOT_HELD		(RF_HELD << 1)
+#define RF_SLOT_FROM		(RF_FROM << 1)
 /* In the list: the next fork is to count it, or to ask about the mappings at its ends. */
-#define RF_SLOT_LISTED		2u
+#define RF_SLOT_LISTED		4u
 /* rf_fork_init() came after it, or never: nothing protects it. */
-#define RF_SLOT_UNPROTECTED	4u
-#define RF_SLOT_HELD		8u
+#define RF_SLOT_UNPROTECTED	8u
 
 struct rf_slot {
 	uintptr_t start, end;	/* the registered bytes */
@@ -138,7 +140,7 @@ static inline void rf_registry_put(struct rf_registry *registry, uint32_t index)
 	registry->live--;
 }
 
-/* Undo rf_registry_take() of the slot taken last, whose serial no caller has seen. */
+/* Undo the last rf_registry_take(), before any caller has seen the serial. */
 static inline void rf_registry_take_back(struct rf_registry *registry, uint32_t index)
 {
 	rf_registry_put(registry, index);

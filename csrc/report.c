@@ -54,7 +54,7 @@ static bool is_marked(const struct rf_range *advised)
 {
 	const uint8_t doubted_and_due = RF_RANGE_DOUBT | RF_RANGE_DUE;
 
-	return advised->mark && !(advised->flags & RF_RANGE_RETRY) &&
+	return advised->mark && !(advised->flags & (RF_RANGE_RETRY | RF_RANGE_LOST)) &&
 	       (advised->flags & doubted_and_due) != doubted_and_due;
 }
 
@@ -191,7 +191,7 @@ static void count_ranges(const struct rf_tracker *tracker, struct rf_stats *stat
 		if (!rf_range_is_counted(range)) {
 			stats->still_marked_bytes += nbytes;
 		} else if (rf_range_wants_mark(range) &&
-			   (!range->mark || range->flags & RF_RANGE_RETRY)) {
+			   (!range->mark || range->flags & (RF_RANGE_RETRY | RF_RANGE_LOST))) {
 			stats->unmarked_ranges++;
 			stats->unmarked_bytes += nbytes;
 			stats->marked_bytes -= range->mark ? nbytes : 0;

@@ -6,7 +6,7 @@
 #include "fork.h"
 #include "kernel.h"
 #include "loader_gate.h"
-#include "second.h"
+#include "one_engine.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -53,17 +53,19 @@ static int switch_variable(const char *name, bool *value, struct rf_error *error
 
 /* The other variables of an engine that starts. */
 struct wishes {
-	bool trust, explain;
+	bool trust, explain, trace;
 };
 
 static int wishes_of_environment(struct wishes *wishes, struct rf_error *error)
 {
 	int rc;
 
-	*wishes = (struct wishes){ true, true };
+	*wishes = (struct wishes){ .trust = true, .explain = true };
 	rc = switch_variable("RDMAFORK_TRUST_COPYING", &wishes->trust, error);
 	if (rc >= 0)
 		rc = switch_variable("RDMAFORK_EXPLAIN_FAULTS", &wishes->explain, error);
+	if (rc >= 0)
+		rc = switch_variable("RDMAFORK_TRACE_REGISTRATIONS", &wishes->trace, error);
 	return rc;
 }
 
@@ -120,7 +122,7 @@ static int start_alone(enum rf_mode mode, bool any, const struct wishes *wishes,
 	rf_child_fault_choose(wishes->explain);
 	rf_tracker_start(&engine->tracker, kernel, environment_starts());
 	__atomic_store_n(&engine->environment_read, true, __ATOMIC_RELAXED);
-	/* After all that a child of another thread's fork finds with it. */
+	/* Last: a child of another thread's fork that sees the mode needs all of the above. */
 	__atomic_store_n(&engine->mode, mode, __ATOMIC_RELEASE);
 	return 0;
 }
@@ -129,17 +131,17 @@ static int start_alone(enum rf_mode mode, bool any, const struct wishes *wishes,
 static int start(enum rf_mode mode, bool any, const struct wishes *wishes, uintptr_t *other,
 		 struct rf_error *error)
 {
-	int rc = rf_second_claim((uintptr_t)&rf_engine, other);
+	int rc = rf_one_engine_claim((uintptr_t)&rf_engine, other);
 
 	if (rc < 0)
 		return rc;
 	rc = start_alone(mode, any, wishes, error);
 	if (rc < 0 && rf_engine.mode == RF_MODE_NONE)
-		rf_second_give_up((uintptr_t)&rf_engine);
+		rf_one_engine_give_up((uintptr_t)&rf_engine);
 	return rc;
 }
 
-/* Outside the lock: the loader may be waiting for a thread that waits for it. */
+/* Without the engine's lock: the loader may wait for a thread that waits for that lock. */
 static void name_second_engine(uintptr_t other, struct rf_error *error)
 {
 	const char *name = NULL;

@@ -243,18 +243,13 @@ int rf_sys_open(const char *path, int access)
 	return rc;
 }
 
-static int open_pipe(int fds[2], int flags)
+int rf_sys_pipe(int fds[2])
 {
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, pipe2(fds, O_CLOEXEC | O_NONBLOCK | flags));
+	KERNEL(rc, pipe2(fds, O_CLOEXEC | O_NONBLOCK));
 	return rc;
-}
-
-int rf_sys_pipe(int fds[2])
-{
-	return open_pipe(fds, 0);
 }
 
 int rf_sys_splice_page(int fd, const void *memory, size_t nbytes)
@@ -302,7 +297,7 @@ ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes)
 	do {
 		KERNEL_UNCANCELLED(rc, write(fd, buffer, nbytes));
 	} while (rc == -EINTR);
-	/* Ours, unless another of its kind waited before. */
+	/* The pending signal is ours, unless one of its kind was pending before. */
 	if (signal_of(rc) && !sigismember(&pending, signal_of(rc))) {
 		sigemptyset(&raised);
 		sigaddset(&raised, signal_of(rc));
@@ -334,10 +329,6 @@ static ssize_t read_memory(const struct iovec *to, const struct iovec *from, uns
 	return rc;
 }
 
-/* A pipe that takes each write by itself: few programs have one, so ours is known by it. */
-#define PIPE_SIGNATURE O_DIRECT
-#define PIPE_BYTES ((size_t)64 * 1024)
-
 /* The lower half says how many are open, the upper half how many ever were. */
 static uint64_t transients;
 
@@ -367,73 +358,61 @@ bool rf_sys_inherits_transients(uint64_t before)
 	return now != before || now & STILL_OPEN;
 }
 
-/* Are these @flags set, of those in @mask? */
-static int has_flags(int fd, int mask, int flags)
+static ssize_t read_at(int fd, void *to, size_t nbytes, uintptr_t from)
 {
-	int rc;
-
-	RETURN_IF_INJECTED();
-	KERNEL(rc, fcntl(fd, F_GETFL));
-	return rc < 0 ? rc : (rc & mask) == flags;
-}
-
-int rf_sys_is_copying_pipe(int fd)
-{
-	return has_flags(fd, O_ACCMODE | O_NONBLOCK | PIPE_SIGNATURE,
-			 O_WRONLY | O_NONBLOCK | PIPE_SIGNATURE);
-}
-
-/* The empty @pipe is empty again afterwards, unless this fails. */
-static ssize_t copy_some(const int pipe[2], char *to, const char *from, size_t nbytes)
-{
-	ssize_t written, done, rc;
-
-	written = rf_sys_write(pipe[1], from, nbytes < PIPE_BYTES ? nbytes : PIPE_BYTES);
-	for (done = 0; done < written; done += rc) {
-		rc = rf_sys_read(pipe[0], to + done, (size_t)(written - done));
-		if (rc <= 0)
-			return rc < 0 ? rc : -EIO;
-	}
-	return written;
-}
-
-/* The kernel reads and writes the memory here too, and says EFAULT where that cannot be. */
-static ssize_t copy_through(const int pipe[2], const struct iovec *to, const struct iovec *from,
-			    unsigned int count)
-{
-	size_t done = 0, at, nbytes;
 	ssize_t rc;
 
-	for (; count && done < to->iov_len; count--, from++) {
+	RETURN_IF_INJECTED();
+	KERNEL_UNCANCELLED(rc, pread(fd, to, nbytes, (off_t)from));
+	return rc;
+}
+
+ssize_t rf_sys_copy_inaccessible(const struct iovec *to, const struct iovec *from,
+				 unsigned int count)
+{
+	size_t done = 0, nbytes = 0;
+	ssize_t rc = 0;
+	int fd;
+
+	rf_sys_transient(true);
+	fd = rf_sys_open("/proc/thread-self/mem", RF_READ_SIGNED);
+	for (; fd >= 0 && rc == (ssize_t)nbytes && count && done < to->iov_len; count--, from++) {
 		nbytes = to->iov_len - done;
 		nbytes = from->iov_len < nbytes ? from->iov_len : nbytes;
-		for (at = 0; at < nbytes; at += (size_t)rc, done += (size_t)rc) {
-			/* An address, and no pointer: it may be 0. */
-			rc = copy_some(pipe, (char *)to->iov_base + done,
-				       (const void *)((uintptr_t)from->iov_base + at), nbytes - at);
-			if (rc <= 0)
-				return done ? (ssize_t)done : rc;
-		}
+		rc = read_at(fd, (char *)to->iov_base + done, nbytes, (uintptr_t)from->iov_base);
+		done += rc < 0 ? 0 : (size_t)rc;
 	}
-	return (ssize_t)done;
+	if (fd >= 0)
+		rf_sys_close(fd);
+	rf_sys_transient(false);
+	if (done)
+		return (ssize_t)done;
+	/* The file says EIO where nothing is mapped. */
+	return fd < 0 ? fd : -EFAULT;
 }
 
 ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count)
 {
 	ssize_t rc = read_memory(to, from, count);
-	int pipe[2];
 
-	if (rf_likely(rc >= 0 || rc == -EFAULT))
-		return rc;
-	/* A sandbox refuses the call itself. */
-	rf_sys_transient(true);
-	if (open_pipe(pipe, PIPE_SIGNATURE) >= 0) {
-		rc = copy_through(pipe, to, from, count);
-		rf_sys_close(pipe[0]);
-		rf_sys_close(pipe[1]);
-	}
-	rf_sys_transient(false);
+	/* A sandbox may refuse the call itself. */
+	if (rf_unlikely(rc < 0 && rc != -EFAULT))
+		return rf_sys_copy_inaccessible(to, from, count);
 	return rc;
+}
+
+/* sizeof(sigset_t) of the kernel, which reads that much. */
+#define KERNEL_SIGSET 8
+
+int rf_sys_is_readable(uintptr_t address)
+{
+	int rc;
+
+	RETURN_IF_INJECTED();
+	/* No such way to change the mask: that is said once the set has been read. */
+	KERNEL(rc, (int)syscall(SYS_rt_sigprocmask, -1, address & ~(uintptr_t)(KERNEL_SIGSET - 1),
+				NULL, KERNEL_SIGSET));
+	return rc == -EINVAL;
 }
 
 ssize_t rf_sys_list(int fd, void *entries, size_t nbytes)
@@ -481,6 +460,20 @@ int rf_sys_identify(int fd, struct rf_file *file)
 	return 0;
 }
 
+bool rf_sys_is_same(const struct rf_file *one, const struct rf_file *other)
+{
+	return one->device == other->device && one->inode == other->inode &&
+	       (one->special == other->special || one->special == RF_ANONYMOUS ||
+		other->special == RF_ANONYMOUS);
+}
+
+bool rf_sys_is_still(int fd, const struct rf_file *file)
+{
+	struct rf_file now;
+
+	return rf_sys_identify(fd, &now) >= 0 && rf_sys_is_same(&now, file);
+}
+
 /* rdma/ib_user_ioctl_cmds.h: a command without attributes, in a form that does not exist. */
 static const struct verbs_command {
 	uint16_t nbytes, object, method, attributes;
@@ -510,7 +503,7 @@ int rf_sys_descriptor_limit(void)
 	int rc;
 
 	KERNEL(rc, getrlimit(RLIMIT_NOFILE, &limit));
-	/* It may have been lowered after they were opened. */
+	/* The limit may have been lowered after descriptors were opened. */
 	if (rc < 0 || limit.rlim_cur < 1024)
 		return 1024;
 	return limit.rlim_cur < 65536 ? (int)limit.rlim_cur : 65536;
@@ -518,7 +511,11 @@ int rf_sys_descriptor_limit(void)
 
 int rf_sys_is_signed(int fd)
 {
-	return has_flags(fd, O_ACCMODE | SIGNATURE, O_RDONLY | SIGNATURE);
+	int rc;
+
+	RETURN_IF_INJECTED();
+	KERNEL(rc, fcntl(fd, F_GETFL));
+	return rc < 0 ? rc : (rc & (O_ACCMODE | SIGNATURE)) == (O_RDONLY | SIGNATURE);
 }
 
 int rf_sys_duplicate(int fd, int onto)
@@ -627,6 +624,34 @@ int rf_sys_fork_briefly(void)
 	pthread_sigmask(SIG_SETMASK, &before, NULL);
 	/* -ECHILD: a wait4() with __WALL in another thread was faster. */
 	return rc == -ECHILD || rc > 0 ? 0 : rc;
+}
+
+#define BIT(signo) ((uint64_t)1 << ((signo) - 1))
+
+int rf_sys_block_signals(uint64_t *blocked)
+{
+	uint64_t wanted = ~(BIT(SIGSEGV) | BIT(SIGBUS) | BIT(SIGILL) | BIT(SIGFPE) | BIT(SIGTRAP) |
+			    BIT(SIGSYS));
+	uint64_t before = 0;
+	int rc, signo;
+
+	RETURN_IF_INJECTED();
+	for (signo = 32; signo < SIGRTMIN; signo++)
+		wanted &= ~BIT(signo);
+	/* The kernel's mask: libc's functions leave libc's own signals out of theirs. */
+	KERNEL(rc, (int)syscall(SYS_rt_sigprocmask, SIG_BLOCK, &wanted, &before, sizeof(wanted)));
+	*blocked = wanted & ~before;
+	return rc;
+}
+
+/* Tests do not fail it, as Linux does not. */
+int rf_sys_unblock_signals(uint64_t blocked)
+{
+	int rc;
+
+	KERNEL(rc,
+	       (int)syscall(SYS_rt_sigprocmask, SIG_UNBLOCK, &blocked, NULL, sizeof(blocked)));
+	return rc;
 }
 
 int rf_sys_action(int signo, const struct sigaction *action, struct sigaction *before)

@@ -69,17 +69,24 @@ int rf_sys_is_mapped(uintptr_t start, size_t nbytes);
 int rf_sys_map_at(uintptr_t start, size_t nbytes, int protection);
 /*
  * Copy from @count stretches of this process's memory to one, faulting at none: by
- * process_vm_readv(), or through a pipe where a sandbox refuses that. Returns the bytes
+ * process_vm_readv(), or as the next one does where a sandbox refuses that. Returns the bytes
  * copied, up to the first that cannot be. -EFAULT: the first already.
  */
 ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count);
-/* Does @fd look like the end of such a pipe that is written to? */
-int rf_sys_is_copying_pipe(int fd);
+/*
+ * The same from /proc/thread-self/mem, which has memory too that the program may not read. The
+ * file may be refused as well: without /proc or a descriptor, and to other users than root
+ * where the process is not dumpable.
+ */
+ssize_t rf_sys_copy_inaccessible(const struct iovec *to, const struct iovec *from,
+				 unsigned int count);
+/* 1: the program may read the byte at @address, and 0 if not. */
+int rf_sys_is_readable(uintptr_t address);
 
 /*
- * Transient descriptors, open for a moment only: those pipes, and files of /proc. A child that
- * another thread makes meanwhile inherits them. Each is counted before it is opened, and no more
- * once it is closed, as a child gets its descriptors before its memory.
+ * Transient descriptors, open for a moment only: files of /proc. A child that another thread
+ * makes meanwhile inherits them. Each is counted before it is opened, and no more once it is
+ * closed, as a child gets its descriptors before its memory.
  */
 void rf_sys_transient(bool opens);
 /* The count, another one after each change. */
@@ -118,6 +125,9 @@ struct rf_file {
 #define RF_ANONYMOUS UINT64_MAX
 
 int rf_sys_identify(int fd, struct rf_file *file);
+bool rf_sys_is_same(const struct rf_file *one, const struct rf_file *other);
+/* Does @fd still name @file? It may be another file's by now, which a line would spoil. */
+bool rf_sys_is_still(int fd, const struct rf_file *file);
 /* 1: @fd is an open uverbsN. The driver is asked, so that it needs no name and no number. */
 int rf_sys_is_uverbs(int fd);
 /* Descriptors lie below it, unless there are very many: at least 1024, at most 65536. */
@@ -143,6 +153,13 @@ size_t rf_sys_page_size(void);
  * handler, no signal handler and no exit handler runs, and no SIGCHLD is sent.
  */
 int rf_sys_fork_briefly(void);
+
+/*
+ * Block all signals in this thread but those that the processor raises, where a block would kill,
+ * and libc's own, which another thread may wait for. @blocked: those that were not blocked before.
+ */
+int rf_sys_block_signals(uint64_t *blocked);
+int rf_sys_unblock_signals(uint64_t blocked);
 
 /* sigaction(2) */
 int rf_sys_action(int signo, const struct sigaction *action, struct sigaction *before);

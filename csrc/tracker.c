@@ -23,7 +23,8 @@ void rf_tracker_start(struct rf_tracker *tracker, const struct rf_kernel *kernel
 	tracker->base_shift = (uint8_t)__builtin_ctz(kernel->page_size);
 	tracker->contested = contested || !kernel->copy_trusted;
 	tracker->marks_stay = marks_stay(kernel);
-	tracker->vma_budget = kernel->max_map_count / 2;
+	/* Of a run with partial pages a child has three: two copies, and the next bytes. */
+	tracker->vma_budget = kernel->max_map_count / (kernel->copy_trusted ? 2 : 3);
 	rf_memory_free(&tracker->reader.table);
 	rf_vma_init(&tracker->reader, kernel->procmap_query, rf_kernel_huge_shift(kernel));
 }

@@ -7,7 +7,7 @@
  *    Elsewhere, and in huge pages everywhere, every page it touches is marked, and the
  *    child is given a copy of partial pages.
  *  - Shared memory is never left marked: fork() does not move it.
- *  - At most half of vm.max_map_count goes to marks.
+ *  - At most half of vm.max_map_count goes to marks, a third where partial pages are marked.
  *  - Try, then ask. madvise() is tried at base pages. The mapping is asked about when it
  *    refuses, or else as the next fork is prepared: until a child is made the difference
  *    between shared and private, or a huge page's partial end, has no effect.

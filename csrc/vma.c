@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "vma.h"
-#include "opened.h"
+#include "open_files.h"
 
 #include <errno.h>
 #include <string.h>

@@ -14,6 +14,12 @@ cdef extern from "rdmafork.h" nogil:
         RF_NOWAIT
         RF_MAPPED
         RF_UNDO
+        RF_FROM_REGISTER
+        RF_FROM_ADDRESS
+        RF_FROM_BUFFER
+        RF_FROM_DEVICE
+        RF_FROM_LIBIBVERBS
+        RF_FROM
         RF_STRERROR_SIZE
 
     enum rf_mode:

@@ -30,6 +30,7 @@ import os
 import resource
 from operator import index
 
+from rdmafork import _huge_pages
 from rdmafork._core import kernel_info
 
 cdef extern from "errno.h":
@@ -240,7 +241,7 @@ cdef class Buffer(Registration):
         if error:
             raise refusal(error, length, size, self.page)
         self.length = size
-        protect(self, RF_HELD, policy)
+        protect(self, RF_HELD | RF_FROM_BUFFER, policy)
         self.length = length
 
     def __init__(self, nbytes, *, page_size=None, on_fork="omit", shared=False):
@@ -256,7 +257,7 @@ cdef class Buffer(Registration):
         and their descriptors, are closed, in every process. The Buffer is as long as the
         first one; with huge pages it is a whole number of pages long.
 
-        ValueError: the descriptor is not of a shared Buffer's memory. OSError as for
+        ValueError: the descriptor does not belong to a shared Buffer. OSError as for
         making one; EBADF.
 
         Source: memfd_create(2), F_SEAL_SHRINK in fcntl(2).
@@ -266,7 +267,7 @@ cdef class Buffer(Registration):
         os.fstat(fd)
         cdef size_t size = lasting_size(fd, &page)
         if not size:
-            raise ValueError(f"descriptor {fd} is not of a shared Buffer's memory")
+            raise ValueError(f"descriptor {fd} does not belong to a shared Buffer")
         return Buffer(
             size, page_size=None if page == PAGE else page, shared=Descriptor(fd))
 
@@ -511,19 +512,18 @@ cdef object refusal(int error, object nbytes, size_t size, size_t page):
 
 def pool_cause(size, page):
     """What the pool lacks for it, or None."""
-    folder = f"/sys/kernel/mm/hugepages/hugepages-{page >> 10}kB"
+    folder = _huge_pages.path(page)
     try:
-        free = number(f"{folder}/free_hugepages") - number(f"{folder}/resv_hugepages")
-        total = number(f"{folder}/nr_hugepages")
+        pool = _huge_pages.pool(page)
         with open("/proc/meminfo") as file:
             default = f"Hugepagesize: {page >> 10} kB" in [" ".join(s.split()) for s in file]
     except (OSError, ValueError):
         return None
     needed = size // page
-    if free >= needed:
+    if pool.free >= needed:
         return None
     knob = "/proc/sys/vm/nr_hugepages" if default else f"{folder}/nr_hugepages"
-    return f"{needed} needed, {free} free of the {total} in the pool; raise {knob}"
+    return f"{needed} needed, {pool.free} free of the {pool.total} in the pool; raise {knob}"
 
 
 def memory_cause():
@@ -534,8 +534,3 @@ def memory_cause():
     return (
         f"the kernel does not grant one process so much (vm.overcommit_memory), or the process "
         f"has vm.max_map_count ({kernel_info().max_map_count}) mappings already")
-
-
-def number(path):
-    with open(path) as file:
-        return int(file.read())

@@ -72,7 +72,7 @@ cdef bint warned = False  # of registrations nothing protects
 cdef str PACKAGE = __name__.partition(".")[0]
 # Is each registration to remember its line? A set-uid program's user may not choose that.
 cdef const char *wish_to_trace = secure_getenv("RDMAFORK_TRACE_REGISTRATIONS")
-cdef bint traced = wish_to_trace != NULL and wish_to_trace not in (b"", b"0")
+cdef bint traced = wish_to_trace != NULL and wish_to_trace == b"1"
 
 if rf_abi() != RF_ABI:
     raise ImportError(
@@ -116,7 +116,7 @@ cdef class Registration:
         try:
             self.close()
         except OSError:
-            # By the reference that is left, the collector leaves the memory as it is, too.
+            # The reference that stays keeps the collector away from the memory, too.
             abandon(self)
 
     def __dealloc__(self):
@@ -402,7 +402,7 @@ def register(buffer, *, on_fork="omit"):
     cdef rf_policy policy = <rf_policy>policy_of(on_fork)
     cdef Registration self = Registration.__new__(Registration)
     hold(self, buffer)
-    protect(self, RF_HELD, policy)
+    protect(self, RF_HELD | RF_FROM_REGISTER, policy)
     return self
 
 
@@ -428,7 +428,7 @@ def register_address(address, nbytes, *, on_fork="omit", owner=None):
     self.start = address
     self.length = nbytes
     self.owner = owner
-    protect(self, RF_HELD if owner is not None else 0, policy)
+    protect(self, RF_FROM_ADDRESS | (RF_HELD if owner is not None else 0), policy)
     return self
 
 
@@ -440,7 +440,7 @@ def _load_all():
         import rdmafork._dlpack
         import rdmafork._verbs
     except ImportError:
-        pass  # as in a sandbox that lets no more code be mapped: nor in a child
+        pass  # A sandbox may forbid that code is mapped, here and in children.
 
 
 def fork_init(mode="auto", *, intercept=False):

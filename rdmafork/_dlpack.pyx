@@ -38,7 +38,7 @@ def borrow(tensor):
     if kind not in _HOST:
         raise TypeError(
             f"cannot register memory on {_DEVICES.get(kind, f'device type {kind}')}:{number}: "
-            f"fork() concerns the memory of the process; register a tensor on the CPU")
+            f"fork() does not affect it; register a tensor on the CPU")
     # A tensor that takes part in autograd does not export itself; its data is the same.
     if getattr(tensor, "requires_grad", False):
         tensor = tensor.detach()
@@ -46,7 +46,7 @@ def borrow(tensor):
     if not PyCapsule_IsValid(capsule, "dltensor"):
         raise BufferError(
             f"cannot register this {type(tensor).__name__}: its __dlpack__() returned no tensor, "
-            f"or one that was taken already; it must export a new one at each call")
+            f"or one that was already used; it must export a new one at each call")
     cdef Tensor *dl = <Tensor *>PyCapsule_GetPointer(capsule, "dltensor")
     if dl.ndim < 0 or (dl.ndim and dl.shape == NULL):
         raise BufferError(f"cannot register a tensor of {dl.ndim} dimensions without a shape")

@@ -111,7 +111,8 @@ cdef ibv_device **list_devices(int *count) except NULL:
         raise OSError(
             EDEADLK,
             "this process was forked while another thread of its parent listed devices, so "
-            "libibverbs' lock is taken here for ever; exec(), or fork at another time")
+            "libibverbs' lock can never be released in this child; exec(), or fork at another "
+            "time")
     with nogil:
         devices = verbs.get_device_list(count)
         error = errno
@@ -168,7 +169,8 @@ def port_mtu(device, number):
     cdef int error
     # Since 5.13 the kernel has more, for adapters that switch for virtual functions.
     if number > 255:
-        raise OSError(ERANGE, f"port {number} of {device.name}: libibverbs takes 255 at most")
+        raise OSError(
+            ERANGE, f"port {number} of {device.name}: libibverbs accepts port numbers up to 255")
     port = number
     context = open_listed(os.fsencode(device.name), device.node_guid)
     with nogil:

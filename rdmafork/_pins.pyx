@@ -463,7 +463,7 @@ cdef class Pins:
             if start <= address and 0 <= nbytes and address + nbytes <= start + size:
                 return i
         raise ValueError(
-            f"[{address:#x}, {address + nbytes:#x}) is not inside one pinned entry "
+            f"[{address:#x}, {address + nbytes:#x}) crosses the boundary of a pinned entry "
             f"(entries end after {ENTRY_NBYTES >> 20} MiB)"
         )
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rdmafork._sysfs import EXHAUSTED, Directory, colons, device_name, matched, number
 
 NODES = "/dev/infiniband"
-ABI = range(3, 7)  # class-wide ABI versions that libibverbs takes
+ABI = range(3, 7)  # class-wide ABI versions that libibverbs accepts
 
 
 class Problem(NamedTuple):
@@ -62,7 +62,7 @@ class Uverbs:
             if abi not in ABI:
                 self.problem = Problem(
                     errno.ENOSYS,
-                    f"ABI mismatch: the kernel's uverbs has version {abi}, libibverbs takes "
+                    f"ABI mismatch: the kernel's uverbs has version {abi}, libibverbs accepts "
                     f"{ABI[0]} to {ABI[-1]}; install a libibverbs that fits the kernel",
                 )
 
@@ -187,7 +187,7 @@ def driver_problem(
     if found[name] not in (0, guid):
         return Problem(
             errno.ENODEV,
-            f"libibverbs knows another device by this name, {colons(found[name])}: "
+            f"libibverbs uses this name for another device, {colons(found[name])}: "
             f"set SYSFS_PATH before it is first used, or not at all",
         )
     return None

@@ -67,7 +67,7 @@ class InterceptedLibrary(NamedTuple):
     path: the library's file
     needed_by: a library that was linked with it, or None
     how: "ours": the loader sends its calls here (LD_PRELOAD). "rewritten": rdmafork changed
-        the slots that it calls through. "patched": it has no slots, so rdmafork wrote a jump
+        its GOT, through which it calls. "patched": it calls directly, so rdmafork wrote a jump
         over its two functions. "refused": neither is possible, and its own fork support works.
     why: the reason if it is refused
     """
@@ -82,20 +82,21 @@ class Stats(NamedTuple):
     """Counters of this process's engine; see stats().
 
     mode: "lazy", "eager", or None before fork_init()
-    registrations: live
-    pending: of these, waiting for the next fork()
+    registrations: registrations that are open now
+    pending: how many of them wait for the next fork()
     ranges: distinct page ranges counted
     marked_ranges: runs of pages that are marked in the kernel
-    marked_bytes: bytes in them
+    marked_bytes: bytes in those ranges
     vmas: mappings that the marks add, at most
-    vma_budget: half of vm.max_map_count: no mark goes beyond it
+    vma_budget: no mark goes beyond it: half of vm.max_map_count, a third where the kernel's
+        copying is not trusted
     unmarked_ranges: ranges that could be marked, but are copied by the kernel
-    unmarked_bytes: bytes in them
+    unmarked_bytes: bytes in those ranges
     still_marked_bytes: released, but the kernel has not unmarked them: children do not inherit them
     madvise_calls: system calls made, since the process began
     query_calls: questions asked of /proc
-    forks: through libc, since fork_init()
-    forks_unmarked: besides these, while the engine was busy: nothing new was marked
+    forks: forks through libc, since fork_init()
+    forks_unmarked: forks during a call of rdmafork, not counted above: nothing new was marked
     engine_bytes: memory the engine's own tables take
     ibv_ranges: live registrations that other code made through ibv_dontfork_range()
     ibv_calls: calls of ibv_dontfork_range() and ibv_dofork_range() that came here

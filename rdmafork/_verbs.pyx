@@ -149,7 +149,7 @@ cdef void leave(Parent self) noexcept:
 
 
 cdef int close_children(Parent self) except -1:
-    """Nothing new comes: it is not open any more."""
+    """The parent is closing, so that no child is added meanwhile."""
     cdef Link *link
     cdef PyObject *child
     cdef bint taken, remains
@@ -248,7 +248,7 @@ cdef class Context(Parent):
 
     def __init__(self, device):
         if was_set(&self.begun):
-            raise TypeError("a Context is opened once")
+            raise TypeError("a Context cannot be opened twice")
         from rdmafork.devices import find_device
         found = find_device(device)
         self.context = open_between_forks(os.fsencode(found.name), found.node_guid)
@@ -361,7 +361,7 @@ cdef ibv_context *open_between_forks(bytes name, object guid) except NULL:
                 -rc, f"the descriptors of {os.fsdecode(name)} cannot be kept from children: "
                 f"{os.strerror(-rc)}")
     raise OSError(
-        EAGAIN, f"{os.fsdecode(name)} cannot be opened while other threads fork all the time")
+        EAGAIN, f"{os.fsdecode(name)} could not be opened: other threads kept forking")
 
 
 # ---- Protection domains --------------------------------------------------------------
@@ -388,7 +388,7 @@ cdef class ProtectionDomain(Parent):
         try:
             self.close()
         except OSError:
-            pass  # Other code has objects in it, and no caller can be told.
+            pass  # Other code still uses the domain, and no caller can get the error.
         finally:
             if self.context is not None:
                 drop_child(self.context, &self.link)
@@ -479,7 +479,7 @@ cdef class ProtectionDomain(Parent):
             region.policy = policy
             region.open = True
         else:
-            protect(region, RF_HELD, policy)
+            protect(region, RF_HELD | RF_FROM_DEVICE, policy)
         enter(self)
         try:
             add_child(self, region, &region.link)
@@ -631,7 +631,7 @@ cdef int check_made(MemoryRegion self) except -1:
     """The collector's lists show it to other threads before the device has made it."""
     check_usable(self)
     if self.mr == NULL:
-        raise ValueError("the MemoryRegion is not made yet")
+        raise ValueError("the MemoryRegion has not been registered yet")
     return 0
 
 

@@ -14,8 +14,8 @@ VERSIONS = """
 IBVERBS_1.1 { global: ibv_fork_init; ibv_dontfork_range; ibv_dofork_range; };
 IBVERBS_1.13 { global: ibv_is_fork_initialized; } IBVERBS_1.1;
 """
-SLOTS = ["-Wl,-z,lazy"]
-READ_ONLY_SLOTS = ["-Wl,-z,relro,-z,now"]
+GOT = ["-Wl,-z,lazy"]
+READ_ONLY_GOT = ["-Wl,-z,relro,-z,now"]
 NO_PLT = ["-fno-plt"]
 DIRECT = ["-Wl,-Bsymbolic-functions"]
 DIRECT_CET = [*DIRECT, "-fcf-protection"]

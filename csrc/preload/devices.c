@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "devices.h"
-#include "opened.h"
+#include "open_files.h"
 
 #define UVERBS "/dev/infiniband/uverbs"
 
@@ -14,7 +14,7 @@ static void list(void (*look)(void *data, int fd, const char *target), void *dat
 {
 	int fd, limit;
 
-	if (rf_opened_list(look, data))
+	if (rf_open_files_list(look, data))
 		return;
 	limit = rf_sys_descriptor_limit();
 	for (fd = 0; fd < limit; fd++)
@@ -40,10 +40,10 @@ static void replace_by_pipe(int fd)
 static void omit_if_device(void *data, int fd, const char *target)
 {
 	struct omission *omission = data;
-	bool device = rf_opened_begins(target, UVERBS);
+	bool device = rf_open_files_begins(target, UVERBS);
 
-	if (!device && !rf_opened_begins(target, "/dev/infiniband/rdma_cm") &&
-	    !rf_opened_begins(target, "anon_inode:[infinibandevent]"))
+	if (!device && !rf_open_files_begins(target, "/dev/infiniband/rdma_cm") &&
+	    !rf_open_files_begins(target, "anon_inode:[infinibandevent]"))
 		return;
 	omission->device |= device;
 	if (rf_descriptors_add(omission->descriptors, fd, device) < 0)
@@ -61,7 +61,7 @@ bool rf_devices_omit(struct rf_descriptors *descriptors)
 static void note_device(void *found, int fd, const char *target)
 {
 	(void)fd;
-	*(bool *)found |= rf_opened_begins(target, UVERBS);
+	*(bool *)found |= rf_open_files_begins(target, UVERBS);
 }
 
 bool rf_devices_are_open(void)

@@ -7,14 +7,14 @@
 #include <sys/auxv.h>
 
 #if defined(__x86_64__)
-#define IS_SLOT(type) \
+#define IS_GOT(type) \
 	((type) == R_X86_64_JUMP_SLOT || (type) == R_X86_64_GLOB_DAT || (type) == R_X86_64_64)
 #elif defined(__aarch64__)
-#define IS_SLOT(type)                                                       \
+#define IS_GOT(type)                                                        \
 	((type) == R_AARCH64_JUMP_SLOT || (type) == R_AARCH64_GLOB_DAT ||   \
 	 (type) == R_AARCH64_ABS64)
 #else
-#define IS_SLOT(type) ((void)(type), false)
+#define IS_GOT(type) ((void)(type), false)
 #endif
 
 /* Bytes from @address to the end of the loaded segment it lies in, if that has @flags; else 0. */
@@ -276,10 +276,10 @@ uintptr_t rf_elf_find(const struct rf_elf *object, const char *name)
 	return room_at(object, address, PF_R | PF_X) >= CODE_BYTES ? address : 0;
 }
 
-uintptr_t *rf_elf_next_slot(const struct rf_elf *object, size_t *at, const char **name)
+uintptr_t *rf_elf_next_got(const struct rf_elf *object, size_t *at, const char **name)
 {
 	const rf_elf_relocation *relocation;
-	uintptr_t slot;
+	uintptr_t got;
 	size_t symbol;
 
 	while (*at < object->call_count + object->other_count) {
@@ -289,13 +289,13 @@ uintptr_t *rf_elf_next_slot(const struct rf_elf *object, size_t *at, const char 
 			relocation = &object->others[*at - object->call_count];
 		++*at;
 		symbol = ELF64_R_SYM(relocation->r_info);
-		slot = object->base + relocation->r_offset;
+		got = object->base + relocation->r_offset;
 		if (!symbol || symbol >= object->symbol_count || relocation->r_addend ||
-		    !IS_SLOT(ELF64_R_TYPE(relocation->r_info)) || slot % sizeof(slot) ||
-		    room_at(object, slot, PF_R | PF_W) < sizeof(slot))
+		    !IS_GOT(ELF64_R_TYPE(relocation->r_info)) || got % sizeof(got) ||
+		    room_at(object, got, PF_R | PF_W) < sizeof(got))
 			continue;
 		*name = string_at(object, object->symbols[symbol].st_name);
-		return (uintptr_t *)slot;
+		return (uintptr_t *)got;
 	}
 	return NULL;
 }
@@ -306,10 +306,10 @@ static uintptr_t page_of(uintptr_t address)
 	return address & ~(rf_sys_page_size() - 1);
 }
 
-bool rf_elf_is_read_only(const struct rf_elf *object, const uintptr_t *slot)
+bool rf_elf_is_read_only(const struct rf_elf *object, const uintptr_t *got)
 {
-	return page_of(object->relro_start) <= (uintptr_t)slot &&
-	       (uintptr_t)slot < page_of(object->relro_end);
+	return page_of(object->relro_start) <= (uintptr_t)got &&
+	       (uintptr_t)got < page_of(object->relro_end);
 }
 
 bool rf_elf_is_relocated(const struct rf_elf *object)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * One object as the loader has made it: the symbols it defines, and the words (slots)
- * that hold the addresses of symbols it refers to.
+ * One object as the loader has made it: the symbols it defines, and its GOT: the words
+ * with the addresses of the symbols that it refers to.
  *
  * Read in memory, in a callback of dl_iterate_phdr(), after which it may be unloaded.
  * DT_RELR and relative relocations name no symbols and are passed over.
@@ -53,24 +53,24 @@ void rf_elf_build_id(const struct rf_elf *object, char *hex, size_t nbytes);
 uintptr_t rf_elf_find(const struct rf_elf *object, const char *name);
 
 /*
- * The next slot from *@at on, which begins as 0, and its symbol. NULL: no more. A slot
- * lies in a writable segment.
+ * The next GOT entry from *@at on, which begins as 0, and its symbol. NULL: no more. An
+ * entry lies in a writable segment.
  */
-uintptr_t *rf_elf_next_slot(const struct rf_elf *object, size_t *at, const char **name);
+uintptr_t *rf_elf_next_got(const struct rf_elf *object, size_t *at, const char **name);
 
 /*
- * Has the loader filled its slots? Other threads see an object as soon as it is mapped. True
+ * Has the loader filled its GOT? Other threads see an object as soon as it is mapped. True
  * too if it has no RELRO to tell by, which is made read-only last.
  */
 bool rf_elf_is_relocated(const struct rf_elf *object);
 
-/* May a slot hold @value before that, as an address without the base or nothing? */
+/* May a GOT entry hold @value before that, as an address without the base or nothing? */
 bool rf_elf_is_raw(const struct rf_elf *object, uintptr_t value);
 
-/* Is it made read-only once the loader has filled it? */
-bool rf_elf_is_read_only(const struct rf_elf *object, const uintptr_t *slot);
+/* Is that GOT entry made read-only once the loader has filled it? */
+bool rf_elf_is_read_only(const struct rf_elf *object, const uintptr_t *got);
 
-/* Let all such slots be written, and no more. 0, or mprotect()'s error. */
+/* Make all such entries writable, and read-only again. 0, or mprotect()'s error. */
 int rf_elf_open(const struct rf_elf *object);
 int rf_elf_shut(const struct rf_elf *object);
 

@@ -24,11 +24,11 @@ void rf_exec_begin(void)
 	struct rf_error error;
 	int rc;
 
-	if (!is_set("RDMAFORK_EXEC"))
+	on = is_set("RDMAFORK_EXEC");
+	rf_exit_report_begin(on);
+	if (!on)
 		return;
-	on = true;
 	keeps_devices = is_set("RDMAFORK_KEEP_DEVICES");
-	rf_exit_report_begin();
 	if (is_set("RDMAFORK_TRACE_FORKS"))
 		rf_fork_callers_begin();
 	rc = rf_fork_init(RF_MODE_AUTO, &error);

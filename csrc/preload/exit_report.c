@@ -21,13 +21,15 @@
 
 static struct {
 	bool on;
-	char path[4096], rank[64], failure[64 + RF_STRERROR_SIZE], inherited[192];
+	struct rf_file error_output;
+	char path[4096], rank[64], exec_pid[16], failure[64 + RF_STRERROR_SIZE], inherited[192];
+	pid_t ppid;		/* as it began: at the exit it may be init's child */
 	pid_t opener;		/* forked with a device open; 0: none, or it was told */
 	uint64_t handler_ns, handler_max_ns;
 	uint64_t marked_bytes, marked_last_bytes;
 	/* Bytes pinned beyond those registered here: the most at one time; forks with some. */
 	uint64_t elsewhere_max_bytes, elsewhere_forks;
-	bool unread;		/* the kernel could not be asked */
+	uint64_t unread;	/* looks at which /proc could not be read */
 	bool device_without_libibverbs;	/* a device is open, and no libibverbs was found */
 	/* Each taken by one store, then written by the thread that made it. */
 	uint32_t warnings;
@@ -49,11 +51,16 @@ static void copy_variable(char *to, size_t nbytes, const char *name)
 		memcpy(to, value ? value : "", length + 1);
 }
 
-void rf_exit_report_begin(void)
+void rf_exit_report_begin(bool on)
 {
+	(void)rf_sys_identify(STDERR, &report.error_output);
+	if (!on)
+		return;
 	report.on = true;
+	report.ppid = rf_sys_ppid();
 	copy_variable(report.path, sizeof(report.path), "RDMAFORK_REPORT");
 	copy_variable(report.rank, sizeof(report.rank), "RDMAFORK_RANK");
+	copy_variable(report.exec_pid, sizeof(report.exec_pid), "RDMAFORK_PID");
 }
 
 /* Say it on stderr, and keep it in @line for the report. */
@@ -67,7 +74,8 @@ __attribute__((format(printf, 3, 4))) static void tell(char *line, size_t nbytes
 	va_end(values);
 	nbytes = strlen(line);
 	line[nbytes] = '\n';
-	(void)rf_sys_write(STDERR, line, nbytes + 1);
+	if (rf_sys_is_still(STDERR, &report.error_output))
+		(void)rf_sys_write(STDERR, line, nbytes + 1);
 	line[nbytes] = '\0';
 }
 
@@ -111,7 +119,7 @@ void rf_exit_report_shared_page(const struct rf_error *error)
 
 void rf_exit_report_device_gone(void)
 {
-	report.opener = rf_sys_ppid();
+	report.opener = report.ppid;
 }
 
 /* A child that only cleans up registers nothing, so it is not told. */
@@ -150,7 +158,7 @@ static uint64_t look_at_pins(void)
 	int64_t pinned = rf_pinned_bytes();
 	uint64_t registered = rf_engine.registry.page_bytes, elsewhere;
 
-	report.unread |= pinned < 0;
+	report.unread += pinned < 0;
 	elsewhere = pinned > 0 && (uint64_t)pinned > registered ? (uint64_t)pinned - registered
 								: 0;
 	if (elsewhere > report.elsewhere_max_bytes)
@@ -184,13 +192,14 @@ void rf_exit_report_clear(void)
 	/* Unused pages are not written to: each costs a child a page fault. */
 	if (!report.on && !report.warnings)
 		return;
+	report.ppid = rf_sys_ppid();
 	report.handler_ns = 0;
 	report.handler_max_ns = 0;
 	report.marked_bytes = 0;
 	report.marked_last_bytes = 0;
 	report.elsewhere_max_bytes = 0;
 	report.elsewhere_forks = 0;
-	report.unread = false;
+	report.unread = 0;
 	report.device_without_libibverbs = false;
 	report.warnings = 0;
 	*report.inherited = '\0';
@@ -207,7 +216,9 @@ static void put_process(struct rf_json *json)
 	rf_sys_uname(&name);
 	rf_json_number(json, "rdmafork", RF_ABI);
 	rf_json_number(json, "pid", (uint64_t)rf_sys_pid());
-	rf_json_number(json, "ppid", (uint64_t)rf_sys_ppid());
+	rf_json_number(json, "ppid", (uint64_t)report.ppid);
+	rf_json_string(json, "exec_pid", *report.exec_pid ? report.exec_pid : NULL);
+	rf_json_number(json, "forked", rf_engine.generation > 1);
 	rf_json_string(json, "host", name.nodename);
 	rf_json_string(json, "rank", *report.rank ? report.rank : NULL);
 	rf_json_string(json, "program", program_invocation_name);
@@ -263,14 +274,11 @@ static void put_pins(struct rf_json *json)
 	}
 	if (!rf_intercept_any())
 		report.device_without_libibverbs |= rf_devices_are_open();
-	if (report.unread && !report.elsewhere_max_bytes) {
-		rf_json_string(json, "pinned_elsewhere", NULL);
-	} else {
-		rf_json_open(json, "pinned_elsewhere", '{');
-		rf_json_number(json, "max", report.elsewhere_max_bytes);
-		rf_json_number(json, "forks", report.elsewhere_forks);
-		rf_json_close(json, '}');
-	}
+	rf_json_open(json, "pinned_elsewhere", '{');
+	rf_json_number(json, "max", report.elsewhere_max_bytes);
+	rf_json_number(json, "forks", report.elsewhere_forks);
+	rf_json_number(json, "unread", report.unread);
+	rf_json_close(json, '}');
 	rf_json_number(json, "device_without_libibverbs", report.device_without_libibverbs);
 }
 
@@ -301,7 +309,7 @@ static void put_line(struct rf_json *json)
 	put_kernel(json);
 	known = put_numbers(json);
 	put_libraries(json);
-	/* After a look at which libraries there are. */
+	/* After put_libraries(), which looks for libraries. */
 	put_pins(json);
 	rf_json_open(json, "errors", '[');
 	if (*report.failure)
@@ -310,7 +318,9 @@ static void put_line(struct rf_json *json)
 		rf_json_string(json, NULL, report.inherited);
 	put_warnings(json);
 	if (!known)
-		rf_json_string(json, NULL, "rdmafork: ended inside the engine: incomplete counts");
+		rf_json_string(json, NULL,
+			       "rdmafork: the process ended during a call of rdmafork, so the "
+			       "counts are incomplete");
 	rf_json_close(json, ']');
 	rf_fork_callers_put(json, "fork_callers");
 	rf_json_close(json, '}');
@@ -324,25 +334,40 @@ static int open_report(void)
 			       !strncmp(report.path, "/dev/fd/", 8) ||
 			       !strncmp(report.path, "/proc/", 6);
 
+	if (!strcmp(report.path, "-"))
+		return rf_sys_is_still(STDERR, &report.error_output) ? STDERR : -EBADF;
 	return rf_sys_open(report.path, is_stream ? RF_APPEND : RF_CREATE);
 }
 
-__attribute__((destructor)) static void write_line(void)
+/* 0, or why it is not there, or not all of it. */
+static int append_line(void)
 {
 	struct rf_json json;
 	void *memory;
-	int fd = STDERR;
+	int fd, rc = rf_sys_map(REPORT_BYTES, &memory);
+	size_t at;
 
-	if (!*report.path || rf_sys_map(REPORT_BYTES, &memory) < 0)
-		return;
+	if (rc < 0)
+		return rc;
 	rf_json_begin(&json, memory, REPORT_BYTES);
 	put_line(&json);
-	if (strcmp(report.path, "-") != 0)
-		fd = open_report();
-	/* One call: lines of many processes do not mix. */
-	if (fd >= 0 && !json.full)
-		(void)rf_sys_write(fd, memory, json.used);
+	fd = rc = json.full ? -ENOBUFS : open_report();
+	/* Mostly one call: lines of many processes do not mix. */
+	for (at = 0; rc >= 0 && at < json.used; at += (size_t)rc)
+		rc = (int)rf_sys_write(fd, json.text + at, json.used - at);
 	if (fd > STDERR)
 		rf_sys_close(fd);
 	rf_sys_unmap(memory, REPORT_BYTES);
+	return rc < 0 ? rc : 0;
+}
+
+/* After chroot() or setuid() the file may be out of reach. */
+__attribute__((destructor)) static void write_line(void)
+{
+	char line[sizeof(report.path) + 128];
+	int rc = *report.path ? append_line() : 0;
+
+	if (rc < 0)
+		tell(line, sizeof(line), "rdmafork: pid %d: report %s cannot be written: %s",
+		     (int)rf_sys_pid(), report.path, strerror(-rc));
 }

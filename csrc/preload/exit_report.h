@@ -5,6 +5,7 @@
  *
  *	RDMAFORK_REPORT=PATH		where the line is appended; - is stderr
  *	RDMAFORK_RANK=TEXT		of the process, for the line
+ *	RDMAFORK_PID=N			the process that "rdmafork exec" became, for the line
  *
  * _exit() writes no line: it is how children of vfork() end, in their parent's memory,
  * and handlers of fatal signals, with any lock held.
@@ -16,8 +17,11 @@
 
 #include <stdbool.h>
 
-/* In a constructor: from now on forks are counted, and at exit the line is written. */
-void rf_exit_report_begin(void);
+/*
+ * In a constructor: descriptor 2 is stderr as long as it is the file that it is now. @on: from
+ * now on forks are counted, and at exit the line is written.
+ */
+void rf_exit_report_begin(bool on);
 
 /* The engine was not started: say so at once, on stderr, and in the line. */
 void rf_exit_report_failure(int rc, const struct rf_error *error);

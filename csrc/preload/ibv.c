@@ -67,8 +67,8 @@ static int register_range(uintptr_t begin, uintptr_t end, struct rf_ibv_range *e
 
 	entry->start = begin;
 	entry->end = end;
-	rc = rf_register((const void *)begin, end - begin, flags(), RF_OMIT, &entry->handle,
-			 &error);
+	rc = rf_register((const void *)begin, end - begin, flags() | RF_FROM_LIBIBVERBS, RF_OMIT,
+			 &entry->handle, &error);
 	if (rf_unlikely(rc >= 0 && error.cause == RF_CAUSE_SHARED_PAGE))
 		rf_exit_report_shared_page(&error);
 	return rc;
@@ -192,7 +192,7 @@ void rf_ibv_clear(bool torn)
 
 void rf_ibv_add_stats(struct rf_stats *stats)
 {
-	stats->engine_bytes += state.ranges.slots.mapped;
+	stats->engine_bytes += state.ranges.table.mapped;
 	stats->ibv_ranges = state.ranges.used;
 	stats->ibv_calls = state.calls;
 	stats->ibv_unbalanced = state.unbalanced;

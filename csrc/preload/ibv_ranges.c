@@ -3,16 +3,16 @@
 
 #include <string.h>
 
-/* Links are one more than the index of the slot they name; 0 names none. */
-struct slot {
+/* Links are one more than the index of the item they name; 0 names none. */
+struct item {
 	struct rf_ibv_range range;
 	uint32_t next;	/* in its bucket, or among the unused */
-	uint32_t head;	/* of the bucket with this slot's number */
+	uint32_t head;	/* of the bucket with this item's number */
 };
 
-static struct slot *slot_at(const struct rf_ibv_ranges *ranges, uint32_t link)
+static struct item *item_at(const struct rf_ibv_ranges *ranges, uint32_t link)
 {
-	return (struct slot *)ranges->slots.items + link - 1;
+	return (struct item *)ranges->table.items + link - 1;
 }
 
 static uint32_t *head_of(const struct rf_ibv_ranges *ranges, uintptr_t start, uintptr_t end)
@@ -21,21 +21,21 @@ static uint32_t *head_of(const struct rf_ibv_ranges *ranges, uintptr_t start, ui
 	uint64_t hash = (uint64_t)start * 0x9e3779b97f4a7c15 + last_page;
 
 	hash = (hash ^ hash >> 29) * 0xbf58476d1ce4e5b9;
-	return &slot_at(ranges, 1 + (uint32_t)((hash >> 32) * ranges->slots.capacity >> 32))->head;
+	return &item_at(ranges, 1 + (uint32_t)((hash >> 32) * ranges->table.capacity >> 32))->head;
 }
 
 void rf_ibv_ranges_init(struct rf_ibv_ranges *ranges)
 {
 	memset(ranges, 0, sizeof(*ranges));
-	ranges->slots.item_size = sizeof(struct slot);
+	ranges->table.item_size = sizeof(struct item);
 }
 
 void rf_ibv_ranges_clear(struct rf_ibv_ranges *ranges, bool torn)
 {
 	if (torn)
-		rf_memory_abandon(&ranges->slots);
+		rf_memory_abandon(&ranges->table);
 	else if (ranges->used)
-		rf_memory_free(&ranges->slots);
+		rf_memory_free(&ranges->table);
 	else
 		return;
 	ranges->used = ranges->made = ranges->unused = 0;
@@ -47,16 +47,16 @@ int rf_ibv_ranges_reserve(struct rf_ibv_ranges *ranges)
 	uint32_t link;
 	int rc;
 
-	if (rf_likely(ranges->used < ranges->slots.capacity))
+	if (rf_likely(ranges->used < ranges->table.capacity))
 		return 0;
 	rf_ibv_ranges_init(&grown);
-	rc = rf_memory_grow(&grown.slots, 2 * ranges->used + 1);
+	rc = rf_memory_grow(&grown.table, 2 * ranges->used + 1);
 	if (rc < 0)
 		return rc;
-	/* No slot is unused: there was no room. */
+	/* No item is unused: there was no room. */
 	for (link = 1; link <= ranges->used; link++)
-		rf_ibv_ranges_add(&grown, &slot_at(ranges, link)->range);
-	rf_memory_free(&ranges->slots);
+		rf_ibv_ranges_add(&grown, &item_at(ranges, link)->range);
+	rf_memory_free(&ranges->table);
 	*ranges = grown;
 	return 0;
 }
@@ -65,16 +65,16 @@ void rf_ibv_ranges_add(struct rf_ibv_ranges *ranges, const struct rf_ibv_range *
 {
 	uint32_t *head = head_of(ranges, range->start, range->end);
 	uint32_t link = ranges->unused;
-	struct slot *slot;
+	struct item *item;
 
-	RF_ASSERT(ranges->used < ranges->slots.capacity);
+	RF_ASSERT(ranges->used < ranges->table.capacity);
 	if (!link)
 		link = ++ranges->made;
-	slot = slot_at(ranges, link);
+	item = item_at(ranges, link);
 	if (ranges->unused)
-		ranges->unused = slot->next;
-	slot->range = *range;
-	slot->next = *head;
+		ranges->unused = item->next;
+	item->range = *range;
+	item->next = *head;
 	*head = link;
 	ranges->used++;
 }
@@ -87,8 +87,8 @@ static uint32_t *find(const struct rf_ibv_ranges *ranges, uintptr_t start, uintp
 
 	if (!ranges->used)
 		return NULL;
-	for (link = head_of(ranges, start, end); *link; link = &slot_at(ranges, *link)->next) {
-		const struct rf_ibv_range *range = &slot_at(ranges, *link)->range;
+	for (link = head_of(ranges, start, end); *link; link = &item_at(ranges, *link)->next) {
+		const struct rf_ibv_range *range = &item_at(ranges, *link)->range;
 
 		if (range->start != start || ((range->end - 1) ^ (end - 1)) >= page_size)
 			continue;
@@ -105,15 +105,15 @@ bool rf_ibv_ranges_take(struct rf_ibv_ranges *ranges, uintptr_t start, uintptr_t
 {
 	uint32_t *link = find(ranges, start, end);
 	uint32_t taken;
-	struct slot *slot;
+	struct item *item;
 
 	if (!link)
 		return false;
 	taken = *link;
-	slot = slot_at(ranges, taken);
-	*handle = slot->range.handle;
-	*link = slot->next;
-	slot->next = ranges->unused;
+	item = item_at(ranges, taken);
+	*handle = item->range.handle;
+	*link = item->next;
+	item->next = ranges->unused;
 	ranges->unused = taken;
 	ranges->used--;
 	return true;
@@ -123,20 +123,20 @@ void rf_ibv_ranges_check(const struct rf_ibv_ranges *ranges)
 {
 	uint32_t bucket, link, used = 0, unused = 0;
 
-	for (bucket = 1; bucket <= ranges->slots.capacity; bucket++) {
-		const uint32_t *head = &slot_at(ranges, bucket)->head;
+	for (bucket = 1; bucket <= ranges->table.capacity; bucket++) {
+		const uint32_t *head = &item_at(ranges, bucket)->head;
 
-		for (link = *head; link; link = slot_at(ranges, link)->next) {
-			const struct rf_ibv_range *range = &slot_at(ranges, link)->range;
+		for (link = *head; link; link = item_at(ranges, link)->next) {
+			const struct rf_ibv_range *range = &item_at(ranges, link)->range;
 
 			RF_ASSERT(link <= ranges->made && ++used <= ranges->used);
 			RF_ASSERT(head_of(ranges, range->start, range->end) == head);
 			(void)range;
 		}
 	}
-	for (link = ranges->unused; link; link = slot_at(ranges, link)->next)
+	for (link = ranges->unused; link; link = item_at(ranges, link)->next)
 		RF_ASSERT(link <= ranges->made && ++unused <= ranges->made);
 	RF_ASSERT(used == ranges->used && used + unused == ranges->made);
-	RF_ASSERT(ranges->made <= ranges->slots.capacity);
+	RF_ASSERT(ranges->made <= ranges->table.capacity);
 	(void)used, (void)unused;
 }

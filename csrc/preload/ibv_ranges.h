@@ -9,7 +9,7 @@
  *	heads   [ 3 ] [   ] [ 2 ] [   ]		a bucket's newest range
  *	ranges  [ A ] [ B ] [ C ] [   ]		and a link to the next one of its bucket
  *
- * Both lie in one array of slots. A bucket is chosen by the start and the last page. A
+ * Both lie in one array of items. A bucket is chosen by the start and the last page. A
  * range may be there several times, once a registration; which of them is found makes no
  * difference.
  *
@@ -29,16 +29,16 @@ struct rf_ibv_range {
 };
 
 struct rf_ibv_ranges {
-	struct rf_memory slots;
+	struct rf_memory table;
 	uint32_t used;		/* ranges */
-	uint32_t made;		/* slots that were ever used */
+	uint32_t made;		/* items that were ever used */
 	uint32_t unused;	/* the first of those that hold no range any more */
 };
 
 void rf_ibv_ranges_init(struct rf_ibv_ranges *ranges);
 
 /*
- * Forget everything, for a child that inherits it: to zero the slots would be to copy them.
+ * Forget everything, for a child that inherits it: to zero the items would be to copy them.
  * @torn: the structure may not fit together, so its memory is lost.
  */
 void rf_ibv_ranges_clear(struct rf_ibv_ranges *ranges, bool torn);
@@ -46,7 +46,7 @@ void rf_ibv_ranges_clear(struct rf_ibv_ranges *ranges, bool torn);
 /* Room for one more. -ENOMEM: nothing has changed. */
 int rf_ibv_ranges_reserve(struct rf_ibv_ranges *ranges);
 
-/* There is room. */
+/* rf_ibv_ranges_reserve() has made room. */
 void rf_ibv_ranges_add(struct rf_ibv_ranges *ranges, const struct rf_ibv_range *range);
 
 /* Take out one with just these bytes, or else with that start and that last page; false: none. */

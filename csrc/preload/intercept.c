@@ -32,8 +32,8 @@ struct copy {
 	char soname[128];
 	uintptr_t start, end;
 	uintptr_t entries[NAMES];	/* its own functions */
-	bool through_slots[RANGE_NAMES];
-	bool elsewhere;			/* one of those held another function than ours */
+	bool through_got[RANGE_NAMES];
+	bool elsewhere;			/* one of these GOT entries named another's */
 	bool found;			/* in the look under way */
 	bool settled;			/* how it is served has been decided */
 };
@@ -118,7 +118,7 @@ static bool read_foreign(struct rf_elf *object, const struct dl_phdr_info *info)
 	return rf_elf_read(object, info) && !rf_elf_find(object, "rf_abi");
 }
 
-/* If not it is left alone, and looked at again. */
+/* An object that is not relocated yet is left alone, and looked at again later. */
 static bool is_relocated(const struct rf_elf *object)
 {
 	bool relocated = rf_elf_is_relocated(object);
@@ -132,7 +132,7 @@ static int find_copy(struct dl_phdr_info *info, size_t size, void *unused)
 	struct rf_elf object;
 	const char *name = NULL;
 	struct copy *copy;
-	uintptr_t *slot;
+	uintptr_t *got;
 	size_t i, at = 0;
 
 	(void)size, (void)unused;
@@ -146,12 +146,12 @@ static int find_copy(struct dl_phdr_info *info, size_t size, void *unused)
 	if (copy->settled)
 		return 0;
 	copy->elsewhere = false;
-	while ((slot = rf_elf_next_slot(&object, &at, &name))) {
+	while ((got = rf_elf_next_got(&object, &at, &name))) {
 		i = which(name);
 		if (i >= RANGE_NAMES)
 			continue;
-		copy->through_slots[i] = true;
-		copy->elsewhere |= __atomic_load_n(slot, __ATOMIC_RELAXED) != ours(i);
+		copy->through_got[i] = true;
+		copy->elsewhere |= __atomic_load_n(got, __ATOMIC_RELAXED) != ours(i);
 	}
 	return 0;
 }
@@ -180,7 +180,7 @@ static void find_copies(void)
  */
 static int tracks_itself(const struct copy *copy, bool forking)
 {
-	if (copy->through_slots[NAME_DOFORK] && copy->through_slots[NAME_DONTFORK] &&
+	if (copy->through_got[NAME_DOFORK] && copy->through_got[NAME_DONTFORK] &&
 	    !copy->elsewhere)
 		return 0;
 	return rf_ibv_tree_is_used(copy->entries[NAME_DONTFORK], copy->entries[NAME_STATUS],
@@ -204,7 +204,7 @@ static bool is_patched(const struct copy *copy)
 	size_t i;
 
 	for (i = 0; i < RANGE_NAMES; i++)
-		if (!copy->through_slots[i] && !rf_patch_leads(copy->entries[i], ours(i)))
+		if (!copy->through_got[i] && !rf_patch_leads(copy->entries[i], ours(i)))
 			return false;
 	return true;
 }
@@ -216,14 +216,14 @@ static int apply(const struct copy *copy, const struct rf_patch *patches)
 	int rc = 0;
 
 	for (done = 0; rc >= 0 && done < RANGE_NAMES; done++) {
-		if (copy->through_slots[done])
+		if (copy->through_got[done])
 			continue;
 		rc = rf_patch_apply(&patches[done]);
 		if (rc >= 0 && !arrives(copy->entries[done]))
 			rc = -EBUSY;
 	}
 	for (i = 0; rc < 0 && i < done; i++)
-		if (!copy->through_slots[i])
+		if (!copy->through_got[i])
 			rf_patch_undo(&patches[i]);
 	return rc;
 }
@@ -237,17 +237,17 @@ static int patch(const struct copy *copy)
 	if (is_patched(copy))
 		return 0;
 	for (i = 0; rc >= 0 && i < RANGE_NAMES; i++)
-		if (!copy->through_slots[i])
+		if (!copy->through_got[i])
 			rc = rf_patch_plan(&patches[i], copy->entries[i], ours(i));
 	if (rc < 0)
 		return rc;
 	for (opened = 0; rc >= 0 && opened < RANGE_NAMES; opened++)
-		if (!copy->through_slots[opened])
+		if (!copy->through_got[opened])
 			rc = rf_patch_open(&patches[opened]);
 	if (rc >= 0)
 		rc = apply(copy, patches);
 	for (i = 0; i < opened; i++)
-		if (!copy->through_slots[i])
+		if (!copy->through_got[i])
 			rf_patch_shut(&patches[i]);
 	return rc;
 }
@@ -259,11 +259,11 @@ static void settle(struct copy *copy, bool forking)
 	int rc = tracks_itself(copy, forking);
 
 	copy->settled = rc >= 0;
-	library->how = rc ? RF_LIBRARY_REFUSED : RF_LIBRARY_OURS; /* until a slot says else */
+	library->how = rc ? RF_LIBRARY_REFUSED : RF_LIBRARY_OURS; /* until a GOT entry says else */
 	library->why = rc ? RF_WHY_TRACKS : RF_WHY_NONE;
 	if (rc)
 		return;
-	for (i = 0; i < RANGE_NAMES && copy->through_slots[i]; i++)
+	for (i = 0; i < RANGE_NAMES && copy->through_got[i]; i++)
 		;
 	if (i == RANGE_NAMES)
 		return;
@@ -275,7 +275,7 @@ static void settle(struct copy *copy, bool forking)
 						: RF_WHY_FORBIDDEN;
 }
 
-/* ---- Slots ---- */
+/* ---- The GOT ---- */
 
 static struct copy *copy_at(uintptr_t address)
 {
@@ -297,7 +297,7 @@ static bool all_are_served(void)
 	return true;
 }
 
-/* A slot that holds @value, of the libibverbs @copy, or, if that is NULL, of another object. */
+/* May a GOT entry with @value be changed? It is @copy's, or, with NULL, another object's. */
 static bool may_rewrite(const struct rf_elf *object, const struct copy *copy, uintptr_t value)
 {
 	if (!copy)
@@ -308,13 +308,13 @@ static bool may_rewrite(const struct rf_elf *object, const struct copy *copy, ui
 	return object->start <= value && value < object->end && all_are_served();
 }
 
-/* Objects whose read-only slots can be written just now, by their first address. */
+/* Objects whose read-only GOT can be written just now, by their first address. */
 #define OPENED 128
 
 struct opened {
 	uintptr_t starts[OPENED];
 	size_t count;
-	size_t last;	/* of the names whose slots are rewritten now */
+	size_t last;	/* of the names whose GOT entries are rewritten now */
 };
 
 static bool is_open(const struct opened *opened, const struct rf_elf *object)
@@ -337,18 +337,18 @@ static int open_object(struct opened *opened, const struct rf_elf *object)
 	return rc;
 }
 
-/* The next slot of @object that is to be rewritten, in @copy or where no libibverbs is. */
+/* The next GOT entry of @object that is to be rewritten, in @copy or where no libibverbs is. */
 static uintptr_t *next_to_rewrite(const struct rf_elf *object, const struct opened *opened,
 				  const struct copy *copy, size_t *at, size_t *i)
 {
 	const char *name = NULL;
-	uintptr_t *slot, value;
+	uintptr_t *got, value;
 
-	while ((slot = rf_elf_next_slot(object, at, &name))) {
+	while ((got = rf_elf_next_got(object, at, &name))) {
 		*i = which(name);
 		if (*i == NAMES)
 			continue;
-		value = __atomic_load_n(slot, __ATOMIC_RELAXED);
+		value = __atomic_load_n(got, __ATOMIC_RELAXED);
 		if (rf_elf_is_raw(object, value)) {
 			/* Bound to nothing, or not yet. */
 			if (!is_open(opened, object))
@@ -356,29 +356,29 @@ static uintptr_t *next_to_rewrite(const struct rf_elf *object, const struct open
 			continue;
 		}
 		if (value != ours(*i) && may_rewrite(object, copy, value))
-			return slot;
+			return got;
 	}
 	return NULL;
 }
 
 /* A libibverbs of which not all calls can be taken over is refused. */
-static int open_slots(struct dl_phdr_info *info, size_t size, void *data)
+static int open_got(struct dl_phdr_info *info, size_t size, void *data)
 {
 	struct opened *opened = data;
 	struct rf_elf object;
 	struct copy *copy, *called;
-	uintptr_t *slot;
+	uintptr_t *got;
 	size_t i, at = 0;
 
 	(void)size;
 	if (!read_foreign(&object, info))
 		return 0;
 	copy = copy_at(object.start);
-	while ((slot = next_to_rewrite(&object, opened, copy, &at, &i))) {
-		if (!rf_elf_is_read_only(&object, slot) || is_open(opened, &object) ||
+	while ((got = next_to_rewrite(&object, opened, copy, &at, &i))) {
+		if (!rf_elf_is_read_only(&object, got) || is_open(opened, &object) ||
 		    !is_relocated(&object) || open_object(opened, &object) >= 0)
 			continue;
-		called = copy ? copy : copy_at(__atomic_load_n(slot, __ATOMIC_RELAXED));
+		called = copy ? copy : copy_at(__atomic_load_n(got, __ATOMIC_RELAXED));
 		/* Callers of a patched function already reach us. */
 		if (i >= RANGE_NAMES || !called ||
 		    (!copy && called->library.how == RF_LIBRARY_PATCHED))
@@ -389,30 +389,30 @@ static int open_slots(struct dl_phdr_info *info, size_t size, void *data)
 	return 0;
 }
 
-static int rewrite_slots(struct dl_phdr_info *info, size_t size, void *data)
+static int rewrite_got(struct dl_phdr_info *info, size_t size, void *data)
 {
 	const struct opened *opened = data;
 	struct rf_elf object;
 	struct copy *copy;
-	uintptr_t *slot;
+	uintptr_t *got;
 	size_t i, at = 0;
 
 	(void)size;
 	if (!read_foreign(&object, info))
 		return 0;
 	copy = copy_at(object.start);
-	while ((slot = next_to_rewrite(&object, opened, copy, &at, &i))) {
+	while ((got = next_to_rewrite(&object, opened, copy, &at, &i))) {
 		if (i > opened->last ||
-		    (rf_elf_is_read_only(&object, slot) && !is_open(opened, &object)))
+		    (rf_elf_is_read_only(&object, got) && !is_open(opened, &object)))
 			continue;
-		__atomic_store_n(slot, ours(i), __ATOMIC_RELEASE);
+		__atomic_store_n(got, ours(i), __ATOMIC_RELEASE);
 		if (copy && copy->library.how == RF_LIBRARY_OURS && i < RANGE_NAMES)
 			copy->library.how = RF_LIBRARY_REWRITTEN;
 	}
 	return 0;
 }
 
-static int shut_slots(struct dl_phdr_info *info, size_t size, void *data)
+static int shut_got(struct dl_phdr_info *info, size_t size, void *data)
 {
 	struct rf_elf object;
 
@@ -428,12 +428,12 @@ static int rewrite_all(struct dl_phdr_info *info, size_t size, void *unused)
 	struct opened opened = { .count = 0 };
 
 	(void)info, (void)size, (void)unused;
-	dl_iterate_phdr(open_slots, &opened);
+	dl_iterate_phdr(open_got, &opened);
 	opened.last = NAME_DOFORK;
-	dl_iterate_phdr(rewrite_slots, &opened);
+	dl_iterate_phdr(rewrite_got, &opened);
 	opened.last = NAMES - 1;
-	dl_iterate_phdr(rewrite_slots, &opened);
-	dl_iterate_phdr(shut_slots, &opened);
+	dl_iterate_phdr(rewrite_got, &opened);
+	dl_iterate_phdr(shut_got, &opened);
 	return 1;
 }
 
@@ -615,13 +615,14 @@ RF_API const char *rf_library_why_text(uint8_t why)
 	case RF_WHY_NONE:
 		return NULL;
 	case RF_WHY_TRACKS:
-		return "its own fork support protects memory already";
+		return "its own fork support already protects memory";
 	case RF_WHY_CODE:
-		return "it calls its range functions directly, and their code is not known";
+		return "it calls its range functions directly, and rdmafork does not recognize "
+		       "their code";
 	case RF_WHY_MACHINE:
 		return "it calls its range functions directly, on a machine that is not x86-64";
 	default:
-		return "its code or its slots may not be changed in this process";
+		return "this process is not allowed to change its code";
 	}
 }
 

@@ -7,12 +7,12 @@
  *	a libibverbs is any object that defines ibv_dontfork_range(), whatever its name;
  *	its own calls to the range functions go
  *
- *	through slots that hold ours		OURS, nothing to do
- *	through slots that hold another's	REWRITTEN, the slots of its drivers too
+ *	through the GOT, which names ours	OURS, nothing to do
+ *	through the GOT, which names others'	REWRITTEN, the GOT of its drivers too
  *	direct (linked -Bsymbolic-functions)	PATCHED, a jump over the two entries
  *	direct, and no jump can be put there	REFUSED, its own support is left in force
  *
- * A slot is one aligned word, and the jump lies within one instruction, in one aligned
+ * A GOT entry is one aligned word, and the jump lies within one instruction, in one aligned
  * unit of 16 bytes: other threads run the old code or the new. A jump is tried out
  * before it is relied on.
  *

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * A jump over the entry of a function, for calls that go through no slot.
+ * A jump over the entry of a function, for calls that do not go through the GOT.
  *
  *	entry	[endbr64]  cmpq $0, there(%rip)		8 bytes
  *		[endbr64]  jmp *near(%rip), 2 bytes	the same 8
@@ -34,13 +34,13 @@ const uintptr_t *rf_patch_compared(uintptr_t entry);
 bool rf_patch_leads(uintptr_t entry, uintptr_t to);
 
 /*
- * Let its code be written, and no more. 0, or mprotect()'s error. All of several patches
- * are opened before the first is written: then each that is written can be undone.
+ * Make the code of a patch writable. 0, or mprotect()'s error. All patches are opened before
+ * the first is written, so that each can be undone.
  */
 int rf_patch_open(const struct rf_patch *patch);
 void rf_patch_shut(const struct rf_patch *patch);
 
-/* Write it, while it is open. -EBUSY: somebody else has changed the code. */
+/* Write the jump, while the code can be written. -EBUSY: other code has changed it. */
 int rf_patch_apply(const struct rf_patch *patch);
 void rf_patch_undo(const struct rf_patch *patch);
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "pinned.h"
-#include "opened.h"
+#include "open_files.h"
 #include "sys.h"
 
 #include <errno.h>

@@ -581,6 +581,23 @@ void check_release(struct rf_handle handle)
 	CHECK(rc == 0, "rf_release: %d", rc);
 }
 
+void *check_register_until(void *stop)
+{
+	char *memory = check_map(8);
+	struct rf_handle handles[4];
+	size_t i;
+
+	while (!__atomic_load_n((bool *)stop, __ATOMIC_RELAXED)) {
+		for (i = 0; i < 4; i++)
+			handles[i] = check_register(memory + i * check_page + 7 * (i & 1),
+						    3 * check_page, i & 2 ? RF_HELD : 0);
+		for (i = 0; i < 4; i++)
+			check_release(handles[i]);
+	}
+	check_unmap(memory, 8);
+	return NULL;
+}
+
 void check_sound(void)
 {
 	rf_ranges_check(&rf_engine.tracker.ranges);

@@ -146,6 +146,9 @@ enum rf_mode check_best_mode(void);
 struct rf_handle check_register(const void *start, size_t nbytes, unsigned int flags);
 void check_release(struct rf_handle handle);
 
+/* A thread's: register and release until the bool at @stop is true. */
+void *check_register_until(void *stop);
+
 /* The structures are sound. */
 void check_sound(void);
 /* And there is nothing in them. */

@@ -1,6 +1,6 @@
 # The engine alone: its own tests, sanitizers and fuzzers. Included by the Makefile.
 
-.PHONY: ctest asan tsan mutants fuzz asan-python
+.PHONY: ctest asan tsan mutants mutants-python fuzz asan-python
 
 ## ---- The engine alone: tests/engine ------------------------------------------------------
 
@@ -11,13 +11,18 @@ CTEST_CFLAGS := -std=gnu11 -g -DRF_TESTING -Icsrc -Itests/engine -Itests/fuzz -p
 # ThreadSanitizer cannot place its shadow where the kernel randomises too much.
 FIXED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-# What fuzz_proc has to say in place of the kernel.
-PROC_LDFLAGS := $(addprefix -Wl$(,)--wrap=,rf_sys_open rf_sys_read rf_sys_close rf_sys_map_over \
+# A program's own: what fuzz_proc has to say in place of the kernel.
+fuzz_proc_LDFLAGS := $(addprefix -Wl$(,)--wrap=,rf_sys_open rf_sys_read rf_sys_close rf_sys_map_over \
 	socket setsockopt send recv)
+# To answer as a device does.
+test_descriptors_LDFLAGS := -Wl,--wrap=ioctl
+# As the library is linked: to look a symbol up takes kilobytes of stack.
+test_handler_stack_LDFLAGS := -Wl,-z,now
+test_intercept_LDFLAGS := $(addprefix -Wl$(,)--export-dynamic-symbol=,standin_wait standin_asks)
 
 # What test_intercept loads: libraries with the shape of libibverbs, as they are linked.
-STANDINS := slots relro direct asked
-standin_slots := -Wl,-z,lazy
+STANDINS := got relro direct asked
+standin_got := -Wl,-z,lazy
 standin_relro := -Wl,-z,relro,-z,now
 standin_direct := -Wl,-Bsymbolic-functions
 standin_asked := -DOTHER_CODE
@@ -56,19 +61,13 @@ build/ctest/$(1)/%.o: %.c tests/engine/engine.mk
 	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) -c $$< -o $$@
 
 build/ctest/$(1)/test_%: build/ctest/$(1)/tests/engine/test_%.o $$($(1)_OBJECTS)
-	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$(LDFLAGS) -ldl -o $$@
+	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$($$(@F)_LDFLAGS) $$(LDFLAGS) -ldl -o $$@
 
 build/ctest/$(1)/test_intercept build/ctest/$(1)/test_exec: | $$(STANDINS:%=build/ctest/standin-%.so)
-build/ctest/$(1)/test_intercept: private LDFLAGS += $$(addprefix -Wl$$(,)--export-dynamic-symbol=,standin_wait standin_asks)
-# As the library is linked: to look a symbol up takes kilobytes of stack.
-build/ctest/$(1)/test_handler_stack: private LDFLAGS += -Wl,-z,now
-build/ctest/$(1)/fuzz_proc: private LDFLAGS += $$(PROC_LDFLAGS)
-# To answer as a device does.
-build/ctest/$(1)/test_descriptors: private LDFLAGS += -Wl$$(,)--wrap=ioctl
 # What fuzzing has found, or is to begin with, played again, and random inputs.
 build/ctest/$(1)/fuzz_%: build/ctest/$(1)/tests/fuzz/fuzz_%.o \
 		build/ctest/$(1)/tests/fuzz/replay.o $$($(1)_OBJECTS)
-	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$(LDFLAGS) -ldl -o $$@
+	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$($$(@F)_LDFLAGS) $$(LDFLAGS) -ldl -o $$@
 
 build/ctest/$(1)/soak: $$(SOAKED:%.c=build/ctest/$(1)/%.o) $$($(1)_OBJECTS)
 	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$(LDFLAGS) -ldl $$(VERBS_LIBS) -o $$@
@@ -92,10 +91,18 @@ tsan: ctest-tsan	## the same under ThreadSanitizer
 
 SAMPLE := 100
 SEED := 1
+mutants: FILES := $(SOURCES) $(filter %.h,$(HEADERS))
 mutants: $(patsubst %,build/ctest/debug/%,$(CTESTS) $(FUZZERS))	## $(SAMPLE) small changes of csrc/, by $(SEED): do the tests notice?
 	@$(PYTHON) tests/tools/mutants.py --compiler '$(CC) $(CTEST_CFLAGS) $(debug_CFLAGS) $(CFLAGS)' \
 		--objects '$(debug_OBJECTS)' --quick '$(filter-out $(SLOW),$(CTESTS) $(FUZZERS))' --slow '$(SLOW)' \
-		--fuzz-proc='$(PROC_LDFLAGS)' --sample $(SAMPLE) --seed $(SEED)
+		--link '$(foreach name,$(CTESTS) $(FUZZERS),$($(name)_LDFLAGS:%=$(name)=%))' \
+		--sample $(SAMPLE) --seed $(SEED) --list build/mutants.tsv $(FILES)
+
+# In a copy of the tree with a build of its own.
+mutants-python: FILES := $(shell git ls-files 'rdmafork/*.py' 'rdmafork/*.pyx')
+mutants-python:	## the same of rdmafork/ and of the tests in Python
+	@$(PYTHON) tests/tools/mutants_python.py --sample $(SAMPLE) --seed $(SEED) \
+		--list build/mutants-python.tsv --seconds 150 $(FILES)
 
 ## ---- Fuzzing: tests/fuzz -------------------------------------------------------------
 
@@ -110,9 +117,8 @@ build/fuzz/%.o: %.c tests/engine/engine.mk
 	@mkdir -p $(@D)
 	@$(FUZZ_CC) $(CTEST_CFLAGS) $(FUZZ_CFLAGS) -c $< -o $@
 
-build/fuzz/fuzz_proc: private LDFLAGS += $(PROC_LDFLAGS)
 build/fuzz/fuzz_%: build/fuzz/tests/fuzz/fuzz_%.o $(FUZZ_OBJECTS)
-	@$(FUZZ_CC) $(CTEST_CFLAGS) $(FUZZ_CFLAGS) -fsanitize=fuzzer $^ $(LDFLAGS) -ldl -o $@
+	@$(FUZZ_CC) $(CTEST_CFLAGS) $(FUZZ_CFLAGS) -fsanitize=fuzzer $^ $($(@F)_LDFLAGS) $(LDFLAGS) -ldl -o $@
 
 .PRECIOUS: build/fuzz/%.o
 -include $(FUZZ_OBJECTS:.o=.d) $(FUZZERS:%=build/fuzz/tests/fuzz/%.d)

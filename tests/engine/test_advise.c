@@ -69,7 +69,7 @@ static void whole_edges_mark_all_pages_touched(void)
 	check_empty();
 }
 
-static void tiny_registrations_do_no_harm(void)
+static void registrations_within_a_page_mark_nothing(void)
 {
 	char *memory = check_map(2);
 	struct rf_handle handles[64];
@@ -391,6 +391,30 @@ static void a_mark_that_is_wanted_again_is_not_taken_away(void)
 	CHECK(retried);
 }
 
+/* It drops the marks of registered shared memory, and looks for them in these ranges alone. */
+static void a_fork_inside_the_engine_keeps_marks_of_the_program(void)
+{
+	char *before = check_map_shared(2), *shared = check_map_shared(4);
+	char *after = check_map_shared(2);
+	struct rf_handle handle;
+
+	check_start(RF_MODE_EAGER);
+	CHECK(madvise(before, 2 * check_page, MADV_DONTFORK) == 0);
+	CHECK(madvise(after, 2 * check_page, MADV_DONTFORK) == 0);
+	handle = check_register(shared, 2 * check_page, RF_HELD);
+	CHECK(madvise(shared + 3 * check_page, check_page, MADV_DONTFORK) == 0);
+	CHECK(check_marked(shared, 4) == 3);
+	/* As a signal handler does it in the middle of a registration. */
+	CHECK(rf_enter(0) == 0);
+	CHECK(check_child_reads(shared));
+	rf_leave();
+	CHECK(rf_engine.forks_unmarked == 1);
+	CHECK(check_marked(shared, 3) == 0 && check_marked(shared + 3 * check_page, 1) == 1);
+	CHECK(check_marked(before, 2) == 2 && check_marked(after, 2) == 2);
+	check_release(handle);
+	check_empty();
+}
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
@@ -398,7 +422,7 @@ int main(int argc, char **argv)
 		SCENARIO(eager_marks_before_returning),
 		SCENARIO(only_pages_filled_are_marked),
 		SCENARIO(whole_edges_mark_all_pages_touched),
-		SCENARIO(tiny_registrations_do_no_harm),
+		SCENARIO(registrations_within_a_page_mark_nothing),
 		SCENARIO(a_hole_is_named_and_nothing_stays_marked),
 		SCENARIO(ranges_that_wrap_are_refused),
 		SCENARIO(memory_mapped_anew_is_protected),
@@ -410,6 +434,7 @@ int main(int argc, char **argv)
 		SCENARIO(shared_memory_stays_with_the_child),
 		SCENARIO(shared_and_private_in_one_registration),
 		SCENARIO(marks_that_others_take_away_are_back_at_the_fork),
+		SCENARIO(a_fork_inside_the_engine_keeps_marks_of_the_program),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

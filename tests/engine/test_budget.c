@@ -2,6 +2,7 @@
 /* Mappings are short: the budget of the engine's own, and the kernel's limit. */
 #include "check.h"
 #include "engine.h"
+#include "kernel.h"
 #include "sys.h"
 
 static struct rf_error error;
@@ -93,6 +94,28 @@ static void past_the_budget_nothing_is_claimed_where_copying_is_not_trusted(void
 	CHECK(check_marked(memory, 2 * PIECES) == PIECES - 1);
 	for (i = 0; i < PIECES - 1; i++)
 		check_release(handles[i]);
+	check_empty();
+}
+
+static void at_the_budget_memory_beside_a_marked_page_is_marked(void)
+{
+	char *memory = check_map(2 * PIECES);
+	struct rf_handle handles[PIECES], beside, alone;
+	size_t i;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	rf_engine.tracker.vma_budget = 2 * 10;
+	for (i = 0; i < 10; i++)
+		handles[i] = check_register(memory + 3 * i * check_page, check_page, RF_HELD);
+	beside = check_register(memory + check_page, check_page, RF_HELD);
+	CHECK(check_marked(memory, 2 * PIECES) == 11);
+	alone = check_register(memory + 35 * check_page, check_page, RF_HELD);
+	CHECK(check_marked(memory, 2 * PIECES) == 11);
+	for (i = 0; i < 10; i++)
+		check_release(handles[i]);
+	check_release(beside);
+	check_release(alone);
 	check_empty();
 }
 
@@ -249,11 +272,10 @@ static void ranges_beside_wiped_pages_keep_to_the_budget(void)
 	check_empty();
 }
 
-/* Pages that were marked as one, and are to be wiped or absent by turns. */
-static void a_fork_that_exchanges_marks_keeps_to_the_budget(void)
+/* Pages that children are to find absent and wiped by turns, with a budget far too low. */
+static char *take_by_turns(struct rf_handle handles[2 * PIECES])
 {
 	char *memory = check_map(2 * PIECES);
-	struct rf_handle handles[2 * PIECES];
 	size_t i;
 
 	check_needs_lazy();
@@ -263,6 +285,15 @@ static void a_fork_that_exchanges_marks_keeps_to_the_budget(void)
 	for (i = 0; i < 2 * PIECES; i++)
 		handles[i] = take(memory + i * check_page, check_page, i % 2 ? RF_WIPE : RF_OMIT);
 	check_budget("registered");
+	return memory;
+}
+
+static void a_fork_that_exchanges_marks_keeps_to_the_budget(void)
+{
+	struct rf_handle handles[2 * PIECES];
+	char *memory = take_by_turns(handles);
+	size_t i;
+
 	check_fork();
 	check_budget("forked");
 	/* Zeros they are all the same. */
@@ -277,15 +308,10 @@ static void a_fork_that_exchanges_marks_keeps_to_the_budget(void)
 /* What is left to the kernel is to make up for the gap, whatever its pages want. */
 static void releases_amid_several_policies_keep_to_the_budget(void)
 {
-	char *memory = check_map(2 * PIECES);
 	struct rf_handle handles[2 * PIECES];
 	size_t i;
 
-	check_needs_lazy();
-	check_start(RF_MODE_EAGER);
-	rf_engine.tracker.vma_budget = 8;
-	for (i = 0; i < 2 * PIECES; i++)
-		handles[i] = take(memory + i * check_page, check_page, i % 2 ? RF_WIPE : RF_OMIT);
+	take_by_turns(handles);
 	/* It learns what is mapped there. */
 	check_fork();
 	for (i = 10; i < 2 * PIECES; i += 8) {
@@ -426,6 +452,214 @@ static void held_memory_alone_waits_for_room(void)
 	check_empty();
 }
 
+/* What a release leaves to the kernel may have another owner when there is room again. */
+static void memory_left_by_a_release_is_marked_again_if_it_is_held(void)
+{
+	char *memory = check_map(8), *unheld = memory + 5 * check_page;
+	const unsigned int flags[] = { 0, RF_HELD };
+	struct rf_handle handles[3];
+	size_t i;
+
+	check_needs_lazy();
+	check_start(RF_MODE_EAGER);
+	for (i = 0; i < COUNT_OF(flags); i++) {
+		handles[0] = check_register(memory, 4 * check_page, RF_HELD);
+		handles[1] = check_register(memory + 4 * check_page, check_page, RF_HELD);
+		handles[2] = check_register(unheld, 2 * check_page, flags[i]);
+		rf_engine.tracker.vma_budget = 2;
+		check_release(handles[1]);
+		CHECK(check_marked(memory, 8) == 4 && check_marked(memory, 4) == 4);
+		rf_engine.tracker.vma_budget = 32;
+		CHECK(check_child_reads(unheld) == !flags[i]);
+		CHECK(check_marked(unheld, 2) == (flags[i] ? 2 : 0));
+		check_release(handles[0]);
+		check_release(handles[2]);
+		CHECK(check_marked(memory, 8) == 0);
+	}
+	check_empty();
+}
+
+static bool is_readable(const char *address)
+{
+	char byte;
+	struct iovec to = { &byte, 1 }, from = { (void *)address, 1 };
+
+	return rf_sys_copy(&to, &from, 1) == 1;
+}
+
+/*
+ * A child has its copies of both partial pages where its parent has one marked run: three
+ * mappings in place of two. What the program itself has must fit beside them, too.
+ */
+static void a_child_has_room_for_its_copies(void)
+{
+	const size_t limit = rf_kernel()->max_map_count, many = limit / 4 / check_slowness();
+	size_t i, lost = 0, taken;
+	char *memory = check_map(4 * many);
+	struct rf_handle handle;
+	int rc = 1;
+	pid_t pid;
+
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
+	memset(memory, 7, 4 * many * check_page);
+	for (taken = 0; taken < many; taken += rc == 1) {
+		rc = rf_register(memory + 4 * taken * check_page + 100, 2 * check_page + 100,
+				 RF_HELD, RF_OMIT, &handle, &error);
+		if (rc < 0)
+			break;
+	}
+	CHECK(taken == many || (rc == -ENOMEM && error.cause == RF_CAUSE_VMA_LIMIT));
+	/* The program takes its half, but for the areas that a child reserves, and a few. */
+	check_use_up_vmas(limit / 2 + 2000 - 2 * taken);
+	pid = fork();
+	CHECK(pid >= 0);
+	if (!pid) {
+		for (i = 0; i < taken; i++)
+			lost += !is_readable(memory + 4 * i * check_page) +
+				!is_readable(memory + (4 * i + 3) * check_page - 1);
+		CHECK(!lost, "%zu of %zu pages", lost, 2 * taken);
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+}
+
+static uint64_t unmarked_bytes(void)
+{
+	struct rf_stats stats;
+
+	CHECK(rf_stats(&stats) == 0);
+	return stats.unmarked_bytes;
+}
+
+/* How many of @wanted mappings more the kernel grants; @memory of as many pages is one again. */
+static size_t mappings_left(char *memory, size_t wanted)
+{
+	size_t got = 0;
+
+	while (got + 2 < wanted &&
+	       !mprotect(memory + (got + 1) * check_page, check_page, PROT_NONE))
+		got += 2;
+	CHECK(!mprotect(memory, wanted * check_page, PROT_READ | PROT_WRITE));
+	return got;
+}
+
+/* What the program gets back where the kernel has refused a mark. */
+#define GIVEN_BACK (rf_kernel()->max_map_count / 64)
+
+/* A program must be able to start threads, whatever it has registered. */
+static void a_fork_that_is_refused_marks_gives_mappings_back(void)
+{
+	const size_t many = 4 * GIVEN_BACK;
+	char *memory = check_map(2 * many + 64), *longest = memory + 2 * many * check_page;
+	struct rf_handle *handles = calloc(many + 1, sizeof(*handles));
+	char *probe = check_map(GIVEN_BACK);
+	uint64_t unmarked;
+	size_t i, left;
+
+	check_needs_lazy();
+	check_start(RF_MODE_LAZY);
+	for (i = 0; i < many; i++)
+		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
+	handles[many] = check_register(longest, 64 * check_page, RF_HELD);
+	check_use_up_vmas(6 * GIVEN_BACK);
+	check_fork();
+	check_sound();
+	left = mappings_left(probe, GIVEN_BACK);
+	CHECK(left >= GIVEN_BACK - 50, "%zu", left);
+	/* Not more than that, and never the longest. */
+	unmarked = unmarked_bytes() / check_page;
+	CHECK(unmarked >= many / 4 && unmarked <= many / 4 + GIVEN_BACK / 2 + 100, "%zu",
+	      (size_t)unmarked);
+	CHECK(check_marked(longest, 64) == 64);
+	/* The next fork ends with the same. */
+	check_fork();
+	CHECK(unmarked_bytes() / check_page == unmarked, "%lu", unmarked_bytes());
+	/* Mappings that a release has freed serve another range. */
+	CHECK(check_marked(memory + many * check_page, 1) == 1);
+	check_release(handles[many / 2]);
+	check_fork();
+	CHECK(unmarked_bytes() / check_page == unmarked - 1);
+	check_give_back_vmas();
+	check_fork();
+	CHECK(unmarked_bytes() == 0, "%lu", unmarked_bytes());
+	for (i = 0; i <= many; i++)
+		if (i != many / 2)
+			check_release(handles[i]);
+	check_fork();
+	check_empty();
+}
+
+/* Where its marks are few, they are not the reason. */
+static void a_few_marks_are_kept_at_the_kernels_limit(void)
+{
+	char *memory = check_map(2 * PIECES);
+	struct rf_handle handles[PIECES];
+	size_t i;
+
+	check_needs_lazy();
+	check_start(RF_MODE_LAZY);
+	for (i = 0; i < PIECES / 2; i++)
+		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
+	check_fork();
+	check_use_up_vmas(0);
+	for (; i < PIECES; i++)
+		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
+	check_fork();
+	CHECK(check_marked(memory, 2 * PIECES) >= PIECES / 2);
+	check_give_back_vmas();
+	check_fork();
+	CHECK(check_marked(memory, 2 * PIECES) == PIECES);
+	while (i)
+		check_release(handles[--i]);
+	check_empty();
+}
+
+/* Other code has taken marks away, and the kernel has no mapping left to make them again. */
+static void a_mark_that_cannot_be_made_again_is_not_claimed(void)
+{
+	char *memory = check_map(8), *at = memory + 2 * check_page;
+	struct rf_handle handle, more = { 0 };
+	struct rf_range_info info[4];
+	int round, rc;
+
+	setenv("RDMAV_FORK_SAFE", "0", 1);
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
+	handle = check_register(at, 3 * check_page, RF_HELD);
+	check_fork();
+	for (round = 0; round < 2; round++) {
+		CHECK(unmarked_bytes() == 0);
+		CHECK(madvise(at, 3 * check_page, MADV_DOFORK) == 0);
+		check_use_up_vmas(0);
+		check_fork();
+		CHECK(check_marked(memory, 8) == 0);
+		CHECK(unmarked_bytes() == 3 * check_page, "%lu", unmarked_bytes());
+		/* A registration there has no mark either. */
+		rc = rf_register(at, check_page, RF_HELD, RF_OMIT, &more, &error);
+		CHECK(rc == -ENOMEM && error.cause == RF_CAUSE_VMA_LIMIT, "%d", rc);
+		check_sound();
+		check_give_back_vmas();
+		check_fork();
+		CHECK(check_marked(memory, 8) == 3);
+		CHECK(rf_list(info, COUNT_OF(info)) == 1 && info[0].protection == RF_BY_ADVICE);
+	}
+	/* Listed, too: that takes mappings. */
+	rf_sys_fail_from(1, EAGAIN);
+	check_fork();
+	rf_sys_fail(0, 0);
+	CHECK(unmarked_bytes() == 3 * check_page);
+	CHECK(rf_list(info, COUNT_OF(info)) == 1 && info[0].protection == RF_BY_KERNEL);
+	check_fork();
+	CHECK(unmarked_bytes() == 0);
+	/* Memory that was unmapped is no reason for doubt: nothing there lacks a mark. */
+	check_unmap(at + check_page, 1);
+	check_fork();
+	CHECK(unmarked_bytes() == 0);
+	check_release(handle);
+	check_empty();
+}
+
 static void a_registration_at_the_kernels_limit(void)
 {
 	char *memory = check_map(8);
@@ -448,7 +682,7 @@ static void a_registration_at_the_kernels_limit(void)
 }
 
 /* As many isolated pages as the kernel's limit would not bear. */
-static void isolated_pages_without_end(void)
+static void isolated_pages_stop_at_the_budget(void)
 {
 	size_t many = 40000 / check_slowness(), i;
 	char *memory = check_map(2 * many);
@@ -460,6 +694,7 @@ static void isolated_pages_without_end(void)
 	for (i = 0; i < many; i++)
 		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
 	CHECK(rf_stats(&stats) == 0 && stats.vmas <= stats.vma_budget);
+	CHECK(stats.vma_budget == rf_engine.tracker.kernel->max_map_count / 2);
 	CHECK(check_vmas() < stats.vma_budget + 1000);
 	for (i = 0; i < many; i++)
 		check_release(handles[i * 7919 % many]);
@@ -473,6 +708,7 @@ int main(int argc, char **argv)
 		SCENARIO(the_budget_is_kept_and_unmarked_bytes_are_counted),
 		SCENARIO(the_fold_gives_vmas_to_the_longest),
 		SCENARIO(past_the_budget_nothing_is_claimed_where_copying_is_not_trusted),
+		SCENARIO(at_the_budget_memory_beside_a_marked_page_is_marked),
 		SCENARIO(at_the_budget_too_memory_mapped_anew_is_protected),
 		SCENARIO(a_run_that_could_not_be_left_to_the_kernel_is_left_once),
 		SCENARIO(releases_keep_to_the_budget_too),
@@ -483,8 +719,13 @@ int main(int argc, char **argv)
 		SCENARIO(a_release_at_the_kernels_limit_is_made_up_for),
 		SCENARIO(a_failure_keeps_waiting_ranges),
 		SCENARIO(held_memory_alone_waits_for_room),
+		SCENARIO(memory_left_by_a_release_is_marked_again_if_it_is_held),
+		SCENARIO(a_child_has_room_for_its_copies),
+		SCENARIO(a_fork_that_is_refused_marks_gives_mappings_back),
+		SCENARIO(a_few_marks_are_kept_at_the_kernels_limit),
+		SCENARIO(a_mark_that_cannot_be_made_again_is_not_claimed),
 		SCENARIO(a_registration_at_the_kernels_limit),
-		SCENARIO(isolated_pages_without_end),
+		SCENARIO(isolated_pages_stop_at_the_budget),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

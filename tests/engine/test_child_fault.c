@@ -4,6 +4,7 @@
 #include "check.h"
 
 #include <fcntl.h>
+#include <limits.h>
 #include <pthread.h>
 #include <sched.h>
 #include <setjmp.h>
@@ -89,7 +90,7 @@ static void check_told(void)
 	char expected[200];
 
 	snprintf(expected, sizeof(expected),
-		 " touched 0x%lx: a child does not inherit this memory, 0x%lx-0x%lx (%zu bytes)",
+		 " touched 0x%lx: its parent registered 0x%lx-0x%lx (%zu bytes) with ",
 		 (unsigned long)memory + 3 * check_page + 5, (unsigned long)memory + check_page,
 		 (unsigned long)memory + (PAGES - 1) * check_page, (PAGES - 2) * check_page);
 	CHECK(strstr(said, expected), "%s", said);
@@ -101,16 +102,26 @@ static void a_child_that_dies_says_why(void)
 	start();
 	CHECK(run_child(touch) == -SIGSEGV);
 	check_told();
-	CHECK(!strstr(said, " at "), "%s", said);
+	CHECK(strstr(said, "with rf_register(), so this child does not have that memory. "), "%s",
+	      said);
 	CHECK(run_child(read_it) == -SIGSEGV);
 	check_told();
 	CHECK(rf_registered_at(handle, "train.py:12") == 0);
 	CHECK(run_child(touch) == -SIGSEGV);
-	CHECK(strstr(said, "registered at train.py:12."), "%s", said);
+	CHECK(strstr(said, "with rf_register() at train.py:12, so"), "%s", said);
 	check_release(handle);
 	CHECK(rf_registered_at(handle, "train.py:12") == -ESTALE);
 	CHECK(run_child(touch) == 0);
 	CHECK(!*said, "%s", said);
+}
+
+/* Whether a reserved page is as the fork left it is asked in another way than by a copy. */
+static void a_child_says_why_where_copying_is_refused(void)
+{
+	start();
+	check_refuse(SYS_process_vm_readv, EPERM);
+	CHECK(run_child(touch) == -SIGSEGV);
+	check_told();
 }
 
 __attribute__((no_sanitize("address", "undefined"))) static void touch_null(void)
@@ -119,6 +130,64 @@ __attribute__((no_sanitize("address", "undefined"))) static void touch_null(void
 
 	__asm__("" : "+r"(null));
 	*null = 1;
+}
+
+static void the_line_names_the_call_and_a_remedy_for_its_caller(void)
+{
+	static const char *const words[][2] = {
+		{ "rf_register(), so", "memory, register with RF_WIPE or RF_KEEP, or copy it " },
+		{ "rdmafork.register(), so", "on_fork=\"wipe\" or \"keep\", or copy it " },
+		{ "rdmafork.register_address(), so", "on_fork=\"wipe\" or \"keep\", or copy it " },
+		{ "rdmafork.Buffer(), so", "on_fork=\"wipe\" or \"keep\", or copy it " },
+		{ "ProtectionDomain.register(), so", "on_fork=\"wipe\" or \"keep\", or copy it " },
+		{ "libibverbs, so", "use shared memory, or copy it before fork()." },
+		{ "rf_register(), so", "before fork()." },
+		{ "rf_register(), so", "before fork()." },
+	};
+	unsigned int from;
+
+	start();
+	check_release(handle);
+	for (from = 0; from < COUNT_OF(words); from++) {
+		handle = check_register(memory + check_page, (PAGES - 2) * check_page,
+					RF_HELD | from * RF_FROM_REGISTER);
+		CHECK(run_child(touch) == -SIGSEGV);
+		check_told();
+		CHECK(strstr(said, words[from][0]) && strstr(said, words[from][1]), "%s", said);
+		check_release(handle);
+	}
+}
+
+static void the_longest_line_is_whole(void)
+{
+	char where[200];
+
+	start();
+	memset(where, 'x', sizeof(where));
+	where[sizeof(where) - 1] = '\0';
+	check_release(handle);
+	handle = check_register(memory + check_page, (PAGES - 2) * check_page,
+				RF_HELD | RF_FROM_ADDRESS);
+	CHECK(rf_registered_at(handle, where) == 0);
+	CHECK(run_child(touch) == -SIGSEGV);
+	check_told();
+	CHECK(strlen(said) < PIPE_BUF && strstr(said, "xxx, so this child"), "%s", said);
+}
+
+static void a_registration_that_omits_is_named_before_one_that_keeps(void)
+{
+	struct rf_handle kept;
+	struct rf_error error;
+
+	start();
+	check_release(handle);
+	CHECK(rf_register(memory, PAGES * check_page, RF_HELD | RF_FROM_REGISTER, RF_WIPE, &kept,
+			  &error) == 1);
+	handle = check_register(memory + check_page, (PAGES - 2) * check_page,
+				RF_HELD | RF_FROM_LIBIBVERBS);
+	CHECK(run_child(touch) == -SIGSEGV);
+	check_told();
+	CHECK(strstr(said, " with libibverbs, "), "%s", said);
 }
 
 static void other_faults_are_not_ours(void)
@@ -140,6 +209,47 @@ static void a_later_mapping_s_fault_is_not_explained(void)
 	start();
 	CHECK(run_child(map_readable) == -SIGSEGV);
 	CHECK(!*said, "%s", said);
+}
+
+static void unmap_and_touch(void)
+{
+	CHECK(munmap(memory + 2 * check_page, 3 * check_page) == 0);
+	touch();
+}
+
+static void map_write_unmap_and_touch(void)
+{
+	CHECK(mmap(memory + 3 * check_page, check_page, PROT_READ | PROT_WRITE,
+		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+	touch();
+	CHECK(munmap(memory + 3 * check_page, check_page) == 0);
+	touch();
+}
+
+static void memory_that_the_child_unmapped_is_not_explained(void)
+{
+	start();
+	CHECK(run_child(unmap_and_touch) == -SIGSEGV);
+	CHECK(!*said, "%s", said);
+	CHECK(run_child(map_write_unmap_and_touch) == -SIGSEGV);
+	CHECK(!*said, "%s", said);
+}
+
+/* The longest 1,024 areas are reserved, and these are as long as each other. */
+static void areas_that_are_not_reserved_are_explained(void)
+{
+	const size_t count = 3000;
+	char *many = check_map(2 * count);
+	size_t i;
+
+	start();
+	for (i = 0; i < count; i++)
+		(void)check_register(many + 2 * i * check_page, check_page, RF_HELD);
+	for (i = 0; i < count; i += count - 1) {
+		memory = many + 2 * i * check_page - 3 * check_page;
+		CHECK(run_child(touch) == -SIGSEGV);
+		CHECK(count_lines() == 1, "%s", said);
+	}
 }
 
 static void the_environment_turns_it_off(void)
@@ -550,7 +660,7 @@ static void touch_in_threads(void)
 		pthread_join(threads[i], NULL);
 }
 
-static void threads_say_it_once(void)
+static void one_thread_reports_the_fault(void)
 {
 	struct sigaction info = { .sa_sigaction = by_info, .sa_flags = SA_SIGINFO };
 	int i;
@@ -598,7 +708,7 @@ static void touch_in_clone(void)
 	touch();
 }
 
-static void other_children_die_for_themselves(void)
+static void vfork_and_clone_children_die_for_themselves(void)
 {
 	start();
 	CHECK(run_child(touch_in_vfork) == -SIGSEGV);
@@ -712,7 +822,7 @@ static void a_refused_sigaction_does_no_harm(void)
 	check_release(handle);
 }
 
-static void one_of_many_is_found(void)
+static void the_faulting_area_is_found_among_many(void)
 {
 	const size_t count = 100000;
 	char *many = check_map(count), expected[200];
@@ -724,15 +834,21 @@ static void one_of_many_is_found(void)
 	memory = many + (count - 7) * check_page;
 	CHECK(run_child(touch) == -SIGSEGV);
 	memory += 3 * check_page;
-	snprintf(expected, sizeof(expected), " not inherit this memory, 0x%lx-0x%lx (%zu bytes)",
+	snprintf(expected, sizeof(expected), " its parent registered 0x%lx-0x%lx (%zu bytes)",
 		 (unsigned long)memory, (unsigned long)memory + check_page, check_page);
 	CHECK(strstr(said, expected) && count_lines() == 1, "%s", said);
 }
 
 static const struct check_scenario scenarios[] = {
 	SCENARIO(a_child_that_dies_says_why),
+	SCENARIO(a_child_says_why_where_copying_is_refused),
+	SCENARIO(the_line_names_the_call_and_a_remedy_for_its_caller),
+	SCENARIO(the_longest_line_is_whole),
+	SCENARIO(a_registration_that_omits_is_named_before_one_that_keeps),
 	SCENARIO(other_faults_are_not_ours),
 	SCENARIO(a_later_mapping_s_fault_is_not_explained),
+	SCENARIO(memory_that_the_child_unmapped_is_not_explained),
+	SCENARIO(areas_that_are_not_reserved_are_explained),
 	SCENARIO(the_environment_turns_it_off),
 	SCENARIO(a_child_that_lacks_nothing_has_no_action),
 	SCENARIO(the_program_s_handler_is_called),
@@ -747,13 +863,13 @@ static const struct check_scenario scenarios[] = {
 	SCENARIO(another_file_at_descriptor_2_is_left_alone),
 	SCENARIO(grandchildren_lack_the_memory_of_both_parents),
 	SCENARIO(long_lines_of_children_keep_little),
-	SCENARIO(threads_say_it_once),
-	SCENARIO(other_children_die_for_themselves),
+	SCENARIO(one_thread_reports_the_fault),
+	SCENARIO(vfork_and_clone_children_die_for_themselves),
 	SCENARIO(a_raw_clone_may_ask_for_it),
 	SCENARIO(a_stack_that_overflows_dies_as_it_would),
 	SCENARIO(a_program_that_survives_goes_on),
 	SCENARIO(a_refused_sigaction_does_no_harm),
-	SCENARIO(one_of_many_is_found),
+	SCENARIO(the_faulting_area_is_found_among_many),
 };
 
 int main(int argc, char **argv)

@@ -104,7 +104,7 @@ static void a_child_finds_dev_null(void)
 	CHECK(descriptors() == before);
 }
 
-static void any_number_of_them(void)
+static void any_number_of_descriptors_is_replaced(void)
 {
 	int fds[200];
 	size_t i;
@@ -210,7 +210,7 @@ static void mappings_of_the_device_go_too(void)
 }
 
 /* More text than is read at once, and names that are longer. */
-static void among_very_many_mappings(void)
+static void device_mappings_are_found_among_thousands(void)
 {
 	char *memory = check_map(4000), name[200];
 	size_t i;
@@ -247,7 +247,7 @@ static int reserve(void)
 	return rf_engine.descriptors.null - 1;
 }
 
-static void the_reserve_may_be_lost(void)
+static void a_closed_dev_null_reserve_does_no_harm(void)
 {
 	const struct rlimit few = { 64, 64 }, none = { 0, 0 };
 	int device = open_device();
@@ -564,13 +564,13 @@ int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(a_child_finds_dev_null),
-		SCENARIO(any_number_of_them),
+		SCENARIO(any_number_of_descriptors_is_replaced),
 		SCENARIO(a_number_that_names_another_file_stays),
 		SCENARIO(a_number_that_names_another_anonymous_file_stays),
 		SCENARIO(mappings_of_the_device_go_too),
-		SCENARIO(among_very_many_mappings),
+		SCENARIO(device_mappings_are_found_among_thousands),
 		SCENARIO(bad_numbers_are_refused),
-		SCENARIO(the_reserve_may_be_lost),
+		SCENARIO(a_closed_dev_null_reserve_does_no_harm),
 		SCENARIO(the_program_s_own_dev_null_is_left_to_it),
 		SCENARIO(the_first_descriptor_is_one_like_another),
 		SCENARIO(failures_change_nothing),

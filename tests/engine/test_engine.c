@@ -3,7 +3,7 @@
 #define _GNU_SOURCE
 #include "check.h"
 #include "fork.h"
-#include "second.h"
+#include "one_engine.h"
 
 #include <pthread.h>
 
@@ -66,8 +66,8 @@ static void a_kernel_is_not_trusted_where_the_environment_says_so(void)
 	unsetenv("RDMAFORK_MODE");
 	CHECK(rf_mode() == RF_MODE_NONE);
 	/* Nor is it the one engine of the process. */
-	CHECK(rf_second_claim(1, &other) == 0);
-	rf_second_give_up(1);
+	CHECK(rf_one_engine_claim(1, &other) == 0);
+	rf_one_engine_give_up(1);
 	CHECK(init(RF_MODE_AUTO) == 0 && rf_mode() == RF_MODE_EAGER);
 	/* What is in force stays so, whatever becomes of the environment. */
 	unsetenv("RDMAFORK_TRUST_COPYING");
@@ -145,7 +145,7 @@ static void a_late_start_is_refused(void)
 	CHECK(check_wait(child) == 0);
 }
 
-static void an_undone_registration_is_none(void)
+static void an_undone_registration_leaves_no_trace(void)
 {
 	struct rf_handle one, other;
 	char byte = 0;
@@ -190,7 +190,7 @@ static void unknown_flags_are_refused_and_change_nothing(void)
 	CHECK(rf_register(memory, 1, 0, RF_OMIT, &kept, &error) == 1);
 	CHECK(rf_stats(&before) == 0);
 	for (bit = 1; bit; bit <<= 1) {
-		if (!(bit & (RF_HELD | RF_NOWAIT))) {
+		if (!(bit & (RF_HELD | RF_NOWAIT | RF_FROM))) {
 			handle = untouched;
 			CHECK(rf_register(memory, check_page, bit | RF_HELD, RF_OMIT, &handle,
 					  &error) == -EINVAL);
@@ -283,7 +283,7 @@ static void a_handle_is_released_once(void)
 	check_empty();
 }
 
-static void nothing_can_be_registered(void)
+static void zero_bytes_can_be_registered(void)
 {
 	struct rf_range_info info;
 	struct rf_handle handles[2];
@@ -353,7 +353,8 @@ static void lazy_costs_no_system_call(void)
 	calls = rf_sys_calls();
 	for (round = 0; round < 100; round++) {
 		for (i = 0; i < 100; i++)
-			handles[i] = check_register(memory + i * 777, 5000 + i * 13, RF_HELD);
+			CHECK(rf_register(memory + i * 777, 5000 + i * 13, RF_HELD,
+					  i % 2 ? RF_WIPE : RF_OMIT, &handles[i], &error) == 1);
 		for (i = 0; i < 100; i++)
 			check_release(handles[i * 37 % 100]);
 	}
@@ -534,7 +535,7 @@ static void before_the_start_nothing_is_claimed(void)
 
 /* ---- Whose memory it is by now ---- */
 
-static void memory_moved_away_is_left_alone(void)
+static void a_release_ignores_memory_moved_away(void)
 {
 	char *memory = check_map(4), *elsewhere = check_map(4);
 	struct rf_handle handle, again;
@@ -632,7 +633,7 @@ static void a_handler_that_interrupts_the_engine_is_refused(void)
  * A child that was made while another thread grew the tables finds pointers to what
  * mremap() had moved by then, and must not follow them.
  */
-static void torn_tables_are_not_looked_at(void)
+static void a_child_ignores_half_changed_tables(void)
 {
 	struct rf_tracker *tracker = &rf_engine.tracker;
 	struct rf_memory *tables[] = { &rf_engine.registry.slots, &tracker->ranges.leaves,
@@ -657,13 +658,13 @@ int main(int argc, char **argv)
 		SCENARIO(a_trusted_kernel_stays_trusted_while_the_engine_runs),
 		SCENARIO(a_refused_start_changes_no_trust),
 		SCENARIO(a_late_start_is_refused),
-		SCENARIO(an_undone_registration_is_none),
+		SCENARIO(an_undone_registration_leaves_no_trace),
 		SCENARIO(a_failed_registration_is_none),
 		SCENARIO(unknown_flags_are_refused_and_change_nothing),
 		SCENARIO(variables_of_libibverbs_start_it),
 		SCENARIO(a_child_chooses_its_own_mode),
 		SCENARIO(a_handle_is_released_once),
-		SCENARIO(nothing_can_be_registered),
+		SCENARIO(zero_bytes_can_be_registered),
 		SCENARIO(nowait_never_enters_the_kernel),
 		SCENARIO(nowait_suffices_where_marks_of_others_cover_it),
 		SCENARIO(lazy_costs_no_system_call),
@@ -674,10 +675,10 @@ int main(int argc, char **argv)
 		SCENARIO(untouched_areas_merge_again_the_second_time),
 		SCENARIO(the_list_agrees_with_smaps),
 		SCENARIO(before_the_start_nothing_is_claimed),
-		SCENARIO(memory_moved_away_is_left_alone),
+		SCENARIO(a_release_ignores_memory_moved_away),
 		SCENARIO(the_parents_memory_is_the_childs_to_register),
 		SCENARIO(a_handler_that_interrupts_the_engine_is_refused),
-		SCENARIO(torn_tables_are_not_looked_at),
+		SCENARIO(a_child_ignores_half_changed_tables),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -53,7 +53,7 @@ static void a_start_says_why_not(void)
 	unsetenv("RDMAFORK_MODE");
 	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
 	CHECK(rf_fork_init(RF_MODE_LAZY, &error) == -ENOTSUP);
-	check_text(-ENOTSUP, &error, "lazy mode relies on", "use eager", NULL);
+	check_text(-ENOTSUP, &error, "lazy mode needs", "use eager", NULL);
 	CHECK(rf_register(&byte, 1, RF_HELD, RF_OMIT, &handle, &error) == 0);
 	CHECK(rf_fork_init(RF_MODE_EAGER, &error) == -EINVAL);
 	check_text(-EINVAL, &error, "too late", "RDMAV_FORK_SAFE=1", NULL);

@@ -14,7 +14,7 @@
 #include <fcntl.h>
 #include <stdarg.h>
 
-#define STANDIN "build/ctest/standin-slots.so"
+#define STANDIN "build/ctest/standin-got.so"
 #define DONE 2 /* exit status: fewer calls were made */
 
 static const int errors[] = CHECK_ERRORS;
@@ -197,8 +197,9 @@ static void a_report_tells_forks_and_registrations(void)
 	CHECK(check_wait(pid) == 0);
 	check_line(text, take_report(text, sizeof(text)));
 	unlink(report);
-	expect(text, "{\"rdmafork\": %d, \"pid\": %d, \"ppid\": %d, \"host\": \"", RF_ABI, (int)pid,
-	       (int)getpid());
+	expect(text, "{\"rdmafork\": %d, \"pid\": %d, \"ppid\": %d, \"exec_pid\": null, "
+		     "\"forked\": 1, \"host\": \"",
+	       RF_ABI, (int)pid, (int)getpid());
 	expect(text, "\"rank\": \"7\", \"program\": \"%s\", ", program_invocation_name);
 	expect(text, "\"registrations\": {\"total\": 2, \"live\": 1}, ");
 	expect(text, "\"ranges\": {\"calls\": 4, \"live\": 1}, \"forks\": 3, ");
@@ -233,7 +234,7 @@ static void ended_inside_the_engine_it_says_so(void)
 	length = take_report(text, sizeof(text));
 	unlink(report);
 	check_line(text, length);
-	CHECK(strstr(text, "\"errors\": [\"") && strstr(text, "inside the engine"), "%s", text);
+	CHECK(strstr(text, "\"errors\": [\"") && strstr(text, "during a call of"), "%s", text);
 	CHECK(strstr(text, "\"unmarked_bytes\": 0,"), "%s", text);
 }
 

@@ -3,7 +3,7 @@
 #define _GNU_SOURCE
 #include "check.h"
 #include "fork.h"
-#include "opened.h"
+#include "open_files.h"
 #include "preload/pinned.h"
 #include "window.h"
 
@@ -224,24 +224,6 @@ static void a_raw_child_made_while_a_thread_reads_maps(void)
 
 static bool stop;
 
-static void *register_until_stopped(void *argument)
-{
-	char *memory = check_map(8);
-	struct rf_handle handles[4];
-	size_t i;
-
-	(void)argument;
-	while (!__atomic_load_n(&stop, __ATOMIC_RELAXED)) {
-		for (i = 0; i < 4; i++)
-			handles[i] = check_register(memory + i * check_page + 7 * (i & 1),
-						    3 * check_page, i & 2 ? RF_HELD : 0);
-		for (i = 0; i < 4; i++)
-			check_release(handles[i]);
-	}
-	check_unmap(memory, 8);
-	return NULL;
-}
-
 static void children_have_no_descriptor_of_proc(bool query)
 {
 	unsigned long i, forks = check_scale(500);
@@ -252,7 +234,7 @@ static void children_have_no_descriptor_of_proc(bool query)
 	check_start(check_best_mode());
 	rf_engine.tracker.reader.query &= query;
 	for (at = 0; at < 2; at++)
-		CHECK(!pthread_create(&registering[at], NULL, register_until_stopped, NULL));
+		CHECK(!pthread_create(&registering[at], NULL, check_register_until, &stop));
 	for (i = 0; i < forks; i++) {
 		child = fork();
 		CHECK(child >= 0);

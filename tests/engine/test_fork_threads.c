@@ -13,24 +13,6 @@
 
 static bool stop;
 
-static void *register_until_stopped(void *argument)
-{
-	char *memory = check_map(8);
-	struct rf_handle handles[4];
-	size_t i;
-
-	(void)argument;
-	while (!__atomic_load_n(&stop, __ATOMIC_RELAXED)) {
-		for (i = 0; i < 4; i++)
-			handles[i] = check_register(memory + i * check_page + 7 * (i & 1),
-						    3 * check_page, i & 2 ? RF_HELD : 0);
-		for (i = 0; i < 4; i++)
-			check_release(handles[i]);
-	}
-	check_unmap(memory, 8);
-	return NULL;
-}
-
 static void fork_and_check(struct rf_handle mine, bool thoroughly)
 {
 	pid_t child = fork();
@@ -66,7 +48,7 @@ static void threads_fork(enum rf_mode mode)
 
 	check_start(mode);
 	for (i = 0; i < 2; i++)
-		CHECK(!pthread_create(&registering[i], NULL, register_until_stopped, NULL));
+		CHECK(!pthread_create(&registering[i], NULL, check_register_until, &stop));
 	for (i = 0; i < 2; i++)
 		CHECK(!pthread_create(&forking[i], NULL, fork_until_stopped, NULL));
 	for (i = 0; i < 2; i++)
@@ -280,17 +262,17 @@ static void fork_while_the_engine_is_held(int error)
 }
 
 /* As a sandbox does that has forgotten it, and one that knows no such call. */
-static void a_fork_that_may_not_sleep_has_its_patience_too(void)
+static void a_fork_that_cannot_sleep_still_times_out(void)
 {
 	fork_while_the_engine_is_held(EPERM);
 }
 
-static void a_fork_that_has_no_futex_has_its_patience_too(void)
+static void a_fork_without_futex_still_times_out(void)
 {
 	fork_while_the_engine_is_held(ENOSYS);
 }
 
-static void a_fork_that_is_always_woken_has_its_patience_too(void)
+static void an_interrupted_fork_still_times_out(void)
 {
 	fork_while_the_engine_is_held(0);
 }
@@ -550,9 +532,9 @@ int main(int argc, char **argv)
 		SCENARIO(threads_fork_and_register_eagerly),
 		SCENARIO(a_raw_child_waits_for_no_thread_of_its_parent),
 		SCENARIO(a_fork_waits_for_the_engine_but_not_for_ever),
-		SCENARIO(a_fork_that_may_not_sleep_has_its_patience_too),
-		SCENARIO(a_fork_that_has_no_futex_has_its_patience_too),
-		SCENARIO(a_fork_that_is_always_woken_has_its_patience_too),
+		SCENARIO(a_fork_that_cannot_sleep_still_times_out),
+		SCENARIO(a_fork_without_futex_still_times_out),
+		SCENARIO(an_interrupted_fork_still_times_out),
 		SCENARIO(a_cancelled_thread_does_not_take_the_lock_along),
 		SCENARIO(a_thread_forks_as_it_ends),
 		SCENARIO(a_child_may_start_whatever_its_parent_was_starting),

@@ -90,6 +90,36 @@ static void tls_of_another_thread_is_named(void)
 	CHECK(!pthread_join(thread, NULL));
 }
 
+/* Of the main thread, whose stack is elsewhere: it begins at the thread pointer, where TLS ends. */
+static void the_control_block_is_named(void)
+{
+	const uintptr_t last = ((uintptr_t)pthread_self() + 4095) & ~(check_page - 1);
+	const char *why = rf_fork_uses(last, check_page);
+
+#ifndef __GLIBC__
+	check_skip("another libc's control block");
+#endif
+	CHECK(why && strstr(why, "this thread's control block, which fork() uses"), "%s", why);
+	CHECK(!rf_fork_uses(last + check_page, check_page));
+}
+
+/* As in a program that has the engine linked into it, whose own data may share its pages. */
+static void the_engine_s_own_data_is_named(void)
+{
+	const char *const data = (const char *)&rf_engine;
+	const char *const end = (const char *)(&rf_engine + 1);
+	const uintptr_t first = (uintptr_t)data & ~(check_page - 1);
+	static char elsewhere[1 << 18];
+
+	start_untrusted();
+	CHECK(is_named(data, 8, "rdmafork's own data"));
+	CHECK(is_named(end - 8, 8, "rdmafork's own data"));
+	/* Other data on the first page of it, where there is some. */
+	if (first != (uintptr_t)data)
+		CHECK(is_named((char *)first, 1, "rdmafork's own data"));
+	CHECK(!named(elsewhere + sizeof(elsewhere) / 2, 8));
+}
+
 static const char of_malloc[] =
 	"malloc()'s memory: if another thread calls malloc() while a child is made, the child "
 	"may die; align the buffer to whole pages";
@@ -168,6 +198,7 @@ static size_t written(void (*act)(void), char *text, size_t nbytes)
 
 	CHECK(pipe2(ends, O_NONBLOCK) == 0 && before >= 0);
 	CHECK(dup2(ends[1], STDERR_FILENO) == STDERR_FILENO);
+	rf_exit_report_begin(false); /* this is stderr */
 	act();
 	CHECK(dup2(before, STDERR_FILENO) == STDERR_FILENO);
 	close(before);
@@ -258,7 +289,7 @@ static void trusted_it_is_told_nothing(void)
 
 static void report_and_exit(void)
 {
-	rf_exit_report_begin();
+	rf_exit_report_begin(true);
 	start_untrusted();
 	register_on_the_stack();
 	register_malloc_s();
@@ -357,6 +388,8 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(tls_is_named),
 		SCENARIO(tls_of_another_thread_is_named),
+		SCENARIO(the_control_block_is_named),
+		SCENARIO(the_engine_s_own_data_is_named),
 		SCENARIO(malloc_s_memory_is_named),
 		SCENARIO(memory_before_the_heap_is_not_malloc_s),
 		SCENARIO(partial_pages_cost_no_more_calls),

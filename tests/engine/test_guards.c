@@ -39,7 +39,7 @@ static void fill_up(const char *start, const char *end)
 	}
 }
 
-static void a_hole_is_a_guard(void)
+static void absent_addresses_are_reserved(void)
 {
 	char *memory = check_map(64);
 	struct rf_handle handle;
@@ -296,7 +296,7 @@ static void *register_and_release(void *at)
 }
 
 /* A child never loses what is mapped, whatever the others were doing. */
-static void plans_change_while_others_fork(void)
+static void reserved_areas_change_during_forks(void)
 {
 	unsigned long round, rounds = check_scale(600);
 	struct rf_handle handle;
@@ -332,7 +332,7 @@ static void plans_change_while_others_fork(void)
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
-		SCENARIO(a_hole_is_a_guard),
+		SCENARIO(absent_addresses_are_reserved),
 		SCENARIO(a_mapping_already_there_stays),
 		SCENARIO(a_page_that_cannot_be_given_back_becomes_a_guard),
 		SCENARIO(a_page_that_cannot_be_read_becomes_a_guard),
@@ -341,7 +341,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_child_plans_for_its_own),
 		SCENARIO(a_guard_that_cannot_be_had_is_no_failure),
 		SCENARIO(a_hole_in_a_stack_is_a_guard),
-		SCENARIO(plans_change_while_others_fork),
+		SCENARIO(reserved_areas_change_during_forks),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -6,7 +6,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 
-static void huge_pages_go_whole(void)
+static void huge_pages_are_marked_whole(void)
 {
 	char *memory = check_map_huge(3, MAP_PRIVATE);
 	struct rf_handle tiny, across, all;
@@ -151,6 +151,36 @@ static void huge_pages_that_come_after_memory_stay(void)
 	CHECK(mmap(place, nbytes, protection, flags | MAP_HUGETLB | (21 << 26), -1, 0) == place);
 	CHECK(check_child_reads(place));
 	check_release(handle);
+	check_empty();
+}
+
+static void a_failure_among_huge_pages_leaves_no_mark(void)
+{
+	char *huge = check_map_huge(3, MAP_PRIVATE) + CHECK_HUGE, *at;
+	static const size_t ends[] = { 4096 + 64, 5 * 4096, CHECK_HUGE + 4096 };
+	struct rf_handle handle;
+	struct rf_error error;
+	size_t i;
+
+	/* Base pages below, and holes on both sides. */
+	check_unmap(huge - CHECK_HUGE, CHECK_HUGE / check_page);
+	check_unmap(huge + CHECK_HUGE, CHECK_HUGE / check_page);
+	at = mmap(huge - 2 * check_page, check_page, PROT_READ | PROT_WRITE,
+		  MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+	CHECK(at == huge - 2 * check_page);
+	check_start(RF_MODE_EAGER);
+	for (i = 0; i < COUNT_OF(ends); i++) {
+		CHECK(rf_register(at, check_page + ends[i], 0, RF_OMIT, &handle, &error) ==
+		      -ENOMEM);
+		CHECK(error.cause == RF_CAUSE_HOLE);
+		check_read_smaps();
+		CHECK(!(check_flags_read(at) & CHECK_DC) && !(check_flags_read(huge) & CHECK_DC));
+	}
+	CHECK(rf_register(huge + CHECK_HUGE - 5 * check_page, 6 * check_page, 0, RF_OMIT, &handle,
+			  &error) == -ENOMEM);
+	CHECK(!(check_flags(huge) & CHECK_DC));
+	check_fork();
+	CHECK(!(check_flags(huge) & CHECK_DC));
 	check_empty();
 }
 
@@ -339,12 +369,13 @@ int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO_HUGE(marks_that_others_take_from_huge_pages_are_back_too),
-		SCENARIO_HUGE(huge_pages_go_whole),
+		SCENARIO_HUGE(huge_pages_are_marked_whole),
 		SCENARIO_HUGE(without_memory_partial_huge_pages_are_the_kernels),
 		SCENARIO_HUGE(huge_pages_wait_for_the_fork),
 		SCENARIO_HUGE(small_buffers_on_base_pages_are_registered_without_proc),
 		SCENARIO_HUGE(a_huge_page_that_another_wants_stays_marked),
 		SCENARIO_HUGE(huge_pages_that_come_after_memory_stay),
+		SCENARIO_HUGE(a_failure_among_huge_pages_leaves_no_mark),
 		SCENARIO_HUGE(a_huge_page_over_a_marked_base_page_is_marked_whole),
 		SCENARIO_HUGE(mixed_pages_asked_by_query),
 		SCENARIO_HUGE(mixed_pages_asked_by_text),

@@ -34,7 +34,7 @@ static void give(char *memory, size_t first, size_t end)
 	CHECK(errno == 77);
 }
 
-static void it_starts_unasked_and_marks_at_once(void)
+static void dontfork_range_starts_the_engine(void)
 {
 	char *memory = check_map(PAGES);
 
@@ -51,7 +51,7 @@ static void it_starts_unasked_and_marks_at_once(void)
 	check_empty();
 }
 
-static void nothing_is_a_range_of_no_bytes(void)
+static void an_empty_range_is_ignored(void)
 {
 	char *memory = check_map(PAGES);
 
@@ -110,7 +110,7 @@ static void failures_have_an_errno(void)
 	check_empty();
 }
 
-static void lazy_by_name_waits_for_the_fork(void)
+static void MODE_lazy_defers_ibv_marks(void)
 {
 	char *memory = check_map(PAGES);
 
@@ -254,7 +254,7 @@ static void a_range_registered_by_both_apis_counts_once(void)
 }
 
 /* The counts a child inherits are of memory it does not have. */
-static void a_child_begins_with_none(void)
+static void a_child_starts_without_ibv_ranges(void)
 {
 	char *memory = check_map(PAGES);
 	pid_t pid;
@@ -441,19 +441,19 @@ static void threads_release_each_other_s_ranges(void)
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
-		SCENARIO(it_starts_unasked_and_marks_at_once),
-		SCENARIO(nothing_is_a_range_of_no_bytes),
+		SCENARIO(dontfork_range_starts_the_engine),
+		SCENARIO(an_empty_range_is_ignored),
 		SCENARIO(too_late_is_said_and_nothing_protects_then),
 		SCENARIO(its_answers_are_those_that_libraries_act_on),
 		SCENARIO(failures_have_an_errno),
-		SCENARIO(lazy_by_name_waits_for_the_fork),
+		SCENARIO(MODE_lazy_defers_ibv_marks),
 		SCENARIO(one_release_too_many_changes_nothing),
 		SCENARIO(only_registered_ranges_are_released),
 		SCENARIO(an_end_may_move_to_the_end_of_its_page),
 		SCENARIO(memory_mapped_anew_is_marked_anew),
 		SCENARIO_HUGE(huge_pages_go_whole_and_come_back),
 		SCENARIO(a_range_registered_by_both_apis_counts_once),
-		SCENARIO(a_child_begins_with_none),
+		SCENARIO(a_child_starts_without_ibv_ranges),
 		SCENARIO(a_child_does_not_pay_for_its_parent_s_ranges),
 		SCENARIO(any_ranges_in_any_order),
 		SCENARIO(thousands_are_found_again),

@@ -20,7 +20,7 @@ static void other_function(void)
 {
 }
 
-static void one_that_is_not_known_is_asked(void)
+static void an_unknown_tree_is_asked_for_its_status(void)
 {
 	for (status = 0; status <= 2; status++)
 		CHECK(is_used(other_function) == (status == 1));
@@ -35,7 +35,7 @@ void range_function(void);
 
 __attribute__((used)) struct rf_ibv_tree_node *tree_root;
 
-static void a_tree_of_nothing_is_not_used(void)
+static void an_empty_tree_is_unused(void)
 {
 	struct rf_ibv_tree_node node = { .end = UINTPTR_MAX }, other = node;
 
@@ -67,9 +67,9 @@ static void a_tree_of_nothing_is_not_used(void)
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
-		SCENARIO(one_that_is_not_known_is_asked),
+		SCENARIO(an_unknown_tree_is_asked_for_its_status),
 #if defined(__x86_64__)
-		SCENARIO(a_tree_of_nothing_is_not_used),
+		SCENARIO(an_empty_tree_is_unused),
 #endif
 	};
 

@@ -15,7 +15,7 @@
 
 #define DONE 2 /* exit status: fewer calls were made */
 
-static const char *const kinds[] = { "slots", "relro", "direct" };
+static const char *const kinds[] = { "got", "relro", "direct" };
 
 /* Who notices it: whoever asks, or a fork, when it has been loaded meanwhile. */
 static bool by_fork;
@@ -154,7 +154,7 @@ static void noticed_by_a_fork_they_are_taken_all_or_none(void)
 }
 
 /* The loader makes whole pages read-only: the page that its range begins in too. */
-static void a_slot_is_read_only_where_its_page_is(void)
+static void a_got_entry_is_read_only_where_its_page_is(void)
 {
 	const struct rf_elf object = {
 		.relro_start = 2 * check_page + 16,
@@ -369,7 +369,7 @@ static void a_patched_library_stays_patched(void)
 	load("direct", RTLD_NOW);
 	CHECK(rf_intercept(&error) == 1);
 	check_whole(true);
-	load("slots", RTLD_NOW);
+	load("got", RTLD_NOW);
 	CHECK(rf_intercept(&error) == 2, "%s", error.text);
 	CHECK(rf_libraries(found, 2) == 2);
 	CHECK(found[0].how == RF_LIBRARY_PATCHED && found[1].how == RF_LIBRARY_REWRITTEN);
@@ -390,7 +390,7 @@ static void each_refusal_has_its_own_reason(void)
 }
 
 /* The table ends with its mapping, so that a read too far is a fault. */
-static void a_name_behind_the_table_is_none(void)
+static void a_name_outside_the_string_table_is_ignored(void)
 {
 	char *page = check_map(1);
 	const rf_elf_entry entry = { .d_tag = DT_NEEDED, .d_un.d_val = 4 };
@@ -416,7 +416,7 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(its_calls_are_taken_all_or_none),
 		SCENARIO(noticed_by_a_fork_they_are_taken_all_or_none),
-		SCENARIO(a_slot_is_read_only_where_its_page_is),
+		SCENARIO(a_got_entry_is_read_only_where_its_page_is),
 		SCENARIO(an_object_begins_with_its_first_segment),
 		SCENARIO(another_thread_loads_and_unloads_one),
 		SCENARIO(a_fork_waits_while_it_is_switched_on),
@@ -424,7 +424,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_patched_library_stays_patched),
 #endif
 		SCENARIO(each_refusal_has_its_own_reason),
-		SCENARIO(a_name_behind_the_table_is_none),
+		SCENARIO(a_name_outside_the_string_table_is_ignored),
 		SCENARIO(the_program_has_its_whole_path),
 #if defined(__GLIBC__)
 		SCENARIO(nothing_is_changed_while_the_loader_is_at_work),

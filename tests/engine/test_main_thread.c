@@ -2,10 +2,13 @@
 /* A process whose main thread has ended by pthread_exit(): /proc/self has no memory then. */
 #define _GNU_SOURCE
 #include "check.h"
+#include "open_files.h"
+#include "vma.h"
 
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/syscall.h>
 
 #define MARGIN 100 /* bytes between a page's start and what is registered on it */
 
@@ -80,14 +83,20 @@ static void *register_and_fork(void *mode)
 	_exit(0);
 }
 
+static void in_a_thread_that_outlives_main(void *(*act)(void *), void *argument)
+{
+	pthread_t thread;
+
+	CHECK(!pthread_create(&thread, NULL, act, argument));
+	pthread_exit(NULL);
+}
+
 static void without_main_thread(enum rf_mode mode)
 {
 	static enum rf_mode asked;
-	pthread_t thread;
 
 	asked = mode;
-	CHECK(!pthread_create(&thread, NULL, register_and_fork, &asked));
-	pthread_exit(NULL);
+	in_a_thread_that_outlives_main(register_and_fork, &asked);
 }
 
 static void a_thread_outlives_main_lazily(void)
@@ -107,12 +116,85 @@ static void a_thread_outlives_main_where_copying_is_untrusted(void)
 	without_main_thread(check_best_mode());
 }
 
+/* ---- What the engine asks the kernel for there ---- */
+
+static void *copy_where_one_call_is_refused(void *call)
+{
+	char from[] = "from", to[sizeof(from)] = "";
+	const struct iovec target = { to, sizeof(to) }, source = { from, sizeof(from) };
+
+	wait_for_main_thread_s_end();
+	check_refuse(*(unsigned int *)call, EACCES);
+	CHECK(rf_sys_copy(&target, &source, 1) == sizeof(to) && !strcmp(to, from));
+	_exit(0);
+}
+
+static void memory_is_copied_without_a_file(void)
+{
+	static unsigned int opening = SYS_openat;
+
+	in_a_thread_that_outlives_main(copy_where_one_call_is_refused, &opening);
+}
+
+static void memory_is_copied_from_its_file(void)
+{
+	static unsigned int copying = SYS_process_vm_readv;
+
+	in_a_thread_that_outlives_main(copy_where_one_call_is_refused, &copying);
+}
+
+static void note_if_it_is(void *fd, int other, const char *target)
+{
+	if (*(int *)fd == other && strstr(target, "memfd:"))
+		*(int *)fd = -1;
+}
+
+static void *look_for_a_file(void *unused)
+{
+	int fd = memfd_create("file", MFD_CLOEXEC);
+
+	CHECK(fd >= 0);
+	wait_for_main_thread_s_end();
+	CHECK(rf_open_files_list(note_if_it_is, &fd) && fd == -1);
+	(void)unused;
+	_exit(0);
+}
+
+static void open_files_are_found(void)
+{
+	in_a_thread_that_outlives_main(look_for_a_file, NULL);
+}
+
+/* In smaps, as a kernel before 6.11 does not answer for single addresses. */
+static void *ask_for_a_page_size(void *huge)
+{
+	struct rf_vma_reader reader;
+	struct rf_vma vma;
+
+	wait_for_main_thread_s_end();
+	rf_vma_init(&reader, false, (unsigned int)__builtin_ctz(CHECK_HUGE));
+	CHECK(rf_vma_open(&reader) == 0);
+	CHECK(rf_vma_find(&reader, (uintptr_t)huge, &vma) == 0);
+	CHECK((size_t)1 << vma.shift == CHECK_HUGE, "%u", vma.shift);
+	rf_vma_close(&reader);
+	_exit(0);
+}
+
+static void page_sizes_are_found(void)
+{
+	in_a_thread_that_outlives_main(ask_for_a_page_size, check_map_huge_any(1, MAP_PRIVATE));
+}
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(a_thread_outlives_main_lazily),
 		SCENARIO(a_thread_outlives_main_eagerly),
 		SCENARIO(a_thread_outlives_main_where_copying_is_untrusted),
+		SCENARIO(memory_is_copied_without_a_file),
+		SCENARIO(memory_is_copied_from_its_file),
+		SCENARIO(open_files_are_found),
+		SCENARIO_HUGE(page_sizes_are_found),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -4,6 +4,9 @@
  * each page of it: the first of nothing, zeros and a copy that a registration wants there.
  * Base pages, huge pages, private files, other protections, shared memory; children of
  * children; /proc as text; copying trusted or not.
+ *
+ * The model tells one answer a page, as memory stays where it is and no call fails: that of
+ * tests/fuzz/fuzz_engine.c follows memory that is moved, and has base pages alone.
  */
 #define _GNU_SOURCE /* memfd_create() */
 #include "check.h"
@@ -312,34 +315,34 @@ static void mix(enum rf_mode mode, const char *trust, bool text)
 	}
 }
 
-static void lazily(void)
+static void children_of_mixed_memory_agree_lazily(void)
 {
 	check_needs_lazy();
 	mix(RF_MODE_LAZY, "1", false);
 }
 
-static void lazily_by_text(void)
+static void children_of_mixed_memory_agree_lazily_by_text(void)
 {
 	check_needs_lazy();
 	mix(RF_MODE_LAZY, "1", true);
 }
 
-static void eagerly(void)
+static void children_of_mixed_memory_agree_eagerly(void)
 {
 	mix(RF_MODE_EAGER, "1", false);
 }
 
-static void eagerly_by_text(void)
+static void children_of_mixed_memory_agree_eagerly_by_text(void)
 {
 	mix(RF_MODE_EAGER, "1", true);
 }
 
-static void untrusted(void)
+static void children_of_mixed_memory_agree_untrusted(void)
 {
 	mix(RF_MODE_EAGER, "0", false);
 }
 
-static void untrusted_by_text(void)
+static void children_of_mixed_memory_agree_untrusted_by_text(void)
 {
 	mix(RF_MODE_EAGER, "0", true);
 }
@@ -347,12 +350,12 @@ static void untrusted_by_text(void)
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
-		SCENARIO_HUGE(lazily),
-		SCENARIO_HUGE(lazily_by_text),
-		SCENARIO_HUGE(eagerly),
-		SCENARIO_HUGE(eagerly_by_text),
-		SCENARIO_HUGE(untrusted),
-		SCENARIO_HUGE(untrusted_by_text),
+		SCENARIO_HUGE(children_of_mixed_memory_agree_lazily),
+		SCENARIO_HUGE(children_of_mixed_memory_agree_lazily_by_text),
+		SCENARIO_HUGE(children_of_mixed_memory_agree_eagerly),
+		SCENARIO_HUGE(children_of_mixed_memory_agree_eagerly_by_text),
+		SCENARIO_HUGE(children_of_mixed_memory_agree_untrusted),
+		SCENARIO_HUGE(children_of_mixed_memory_agree_untrusted_by_text),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -99,20 +99,6 @@ static void partial_pages_are_copied(void)
 	check_empty();
 }
 
-static void a_lazy_registration_makes_no_system_call(void)
-{
-	char *memory = check_map(4);
-	struct rf_handle handle;
-	unsigned long calls;
-
-	start(RF_MODE_LAZY);
-	check_release(take(memory, check_page, RF_WIPE));
-	calls = rf_sys_calls();
-	handle = take(memory, 4 * check_page, RF_WIPE);
-	check_release(handle);
-	CHECK(rf_sys_calls() == calls);
-}
-
 /* The kernel cannot wipe them: zeros are mapped in a child, as the parent has them mapped. */
 static void private_files_are_wiped(enum rf_mode mode)
 {
@@ -584,7 +570,6 @@ int main(int argc, char **argv)
 		SCENARIO(a_child_reads_zeros_lazy),
 		SCENARIO(a_child_reads_zeros_eager),
 		SCENARIO(partial_pages_are_copied),
-		SCENARIO(a_lazy_registration_makes_no_system_call),
 		SCENARIO(private_files_are_wiped_lazy),
 		SCENARIO(private_files_are_wiped_eager),
 		SCENARIO_HUGE(huge_pages_are_wiped_lazy),

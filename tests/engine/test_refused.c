@@ -93,7 +93,7 @@ static void bytes_beside_are_given_back_where_copying_is_refused(void)
 	with_each_errno(bytes_beside_are_given_back_if);
 }
 
-/* The same answers as process_vm_readv() gives, beside memory that cannot be read or written. */
+/* The same answers as process_vm_readv() gives, beside memory that is missing or read-only. */
 static void compare_answers(void)
 {
 	const size_t many = 40 * check_page;
@@ -119,15 +119,15 @@ static void compare_answers(void)
 	target.iov_len = 102;
 	memset(to, 0, many);
 	CHECK(rf_sys_copy(&target, sources, 3) == 102 && !to[102]);
-	/* Up to the first page that cannot be read. */
+	/* Up to the first page that is not there, in the middle of a stretch or at its start. */
 	target.iov_len = many;
-	CHECK(!mprotect(from + 2 * check_page, check_page, PROT_NONE));
-	sources[0] = (struct iovec){ from, 4 * check_page };
-	CHECK(rf_sys_copy(&target, sources, 1) == (ssize_t)(2 * check_page));
-	sources[0] = (struct iovec){ from + 2 * check_page + 8, 8 };
-	CHECK(rf_sys_copy(&target, sources, 1) == -EFAULT);
 	check_unmap(from + 2 * check_page, 1);
-	CHECK(rf_sys_copy(&target, sources, 1) == -EFAULT);
+	sources[0] = (struct iovec){ from, 4 * check_page };
+	CHECK(rf_sys_copy(&target, sources, 2) == (ssize_t)(2 * check_page));
+	sources[0] = (struct iovec){ from, 2 * check_page };
+	sources[1] = (struct iovec){ from + 2 * check_page, check_page };
+	CHECK(rf_sys_copy(&target, sources, 3) == (ssize_t)(2 * check_page));
+	CHECK(rf_sys_copy(&target, sources + 1, 2) == -EFAULT);
 	/* A page that cannot be written: rf_elf_is_relocated() asks so. */
 	CHECK(!mprotect(to, check_page, PROT_READ));
 	target.iov_len = 1;
@@ -143,21 +143,46 @@ static void a_copy_answers_the_same_where_it_is_refused(void)
 	compare_answers();
 }
 
-static void without_descriptors_a_copy_is_refused(void)
+/* Its own descriptor, and no more. */
+static void without_a_descriptor_a_copy_is_refused(void)
 {
 	char from[8] = "from", to[8] = "";
 	struct iovec target = { to, 8 }, source = { from, 8 };
 	int fd;
 
 	check_refuse(SYS_process_vm_readv, EPERM);
-	CHECK(rf_sys_copy(&target, &source, 1) == 8 && !strcmp(to, "from"));
 	while ((fd = dup(0)) >= 0)
 		;
-	CHECK(rf_sys_copy(&target, &source, 1) == -EPERM);
-	/* One of two. */
+	CHECK(rf_sys_copy(&target, &source, 1) == -EMFILE);
 	close(5);
-	CHECK(rf_sys_copy(&target, &source, 1) == -EPERM);
+	CHECK(rf_sys_copy(&target, &source, 1) == 8 && !strcmp(to, "from"));
 	CHECK(dup(0) == 5);
+}
+
+/* What lies there is copied. The program itself cannot read it, with either call. */
+static void inaccessible_memory_is_copied_when_asked_for(void)
+{
+	char *memory = check_map(4), to[100];
+	struct iovec target = { to, 100 };
+	struct iovec sources[] = { { memory, 50 }, { memory + check_page, 50 } };
+	const int before = open_descriptors();
+
+	memset(memory, 'x', 4 * check_page);
+	CHECK(!mprotect(memory + check_page, check_page, PROT_NONE));
+	errno = 77;
+	CHECK(rf_sys_is_readable((uintptr_t)memory + check_page - 1) == 1);
+	CHECK(rf_sys_is_readable((uintptr_t)memory + check_page) == 0);
+	CHECK(rf_sys_is_readable((uintptr_t)memory + 2 * check_page - 1) == 0);
+	CHECK(rf_sys_is_readable((uintptr_t)memory + 2 * check_page) == 1);
+	CHECK(rf_sys_copy(&target, sources, 2) == 50);
+	CHECK(rf_sys_copy(&target, sources + 1, 1) == -EFAULT);
+	CHECK(rf_sys_copy_inaccessible(&target, sources, 2) == 100 && holds(to, 'x', 100));
+	check_unmap(memory + check_page, 1);
+	CHECK(rf_sys_is_readable((uintptr_t)memory + check_page) == 0);
+	CHECK(rf_sys_is_readable(0) == 0);
+	CHECK(rf_sys_copy_inaccessible(&target, sources, 2) == 50);
+	CHECK(rf_sys_copy_inaccessible(&target, sources + 1, 1) == -EFAULT);
+	CHECK(errno == 77 && open_descriptors() == before);
 }
 
 static bool stop;
@@ -172,15 +197,15 @@ static void *copy_on(void *unused)
 	return unused;
 }
 
-static void no_child_keeps_a_pipe_of_another_thread(void)
+static void no_child_keeps_a_file_of_another_thread_s_copy(void)
 {
 	unsigned long round, rounds = check_scale(600) / CHECK_SLOWNESS;
+	int program = open("/proc/self/mem", O_RDONLY | O_CLOEXEC);
 	const int before = open_descriptors();
-	int program[2];
 	pthread_t thread;
 	pid_t pid;
 
-	CHECK(pipe2(program, O_CLOEXEC | O_NONBLOCK) == 0);
+	CHECK(program >= 0);
 	start_untrusted();
 	check_refuse(SYS_process_vm_readv, EPERM);
 	CHECK(!pthread_create(&thread, NULL, copy_on, NULL));
@@ -188,12 +213,12 @@ static void no_child_keeps_a_pipe_of_another_thread(void)
 		pid = fork();
 		CHECK(pid >= 0);
 		if (!pid)
-			_exit(open_descriptors() != before + 2);
+			_exit(open_descriptors() != before);
 		CHECK(check_wait(pid) == 0, "child %lu", round);
 	}
 	__atomic_store_n(&stop, true, __ATOMIC_SEQ_CST);
 	CHECK(!pthread_join(thread, NULL));
-	CHECK(open_descriptors() == before + 2);
+	CHECK(open_descriptors() == before);
 }
 
 /* ---- Waiting ---- */
@@ -288,6 +313,76 @@ static void shared_memory_stays_without_proc(void)
 	with_each_errno(shared_memory_stays_if_open_fails_with);
 }
 
+/* Blocks of shared pages at both ends and private ones between, in one registration. */
+#define BLOCK 8
+#define BLOCKS 512
+
+static bool is_readable(const char *page)
+{
+	char byte;
+	struct iovec to = { &byte, 1 }, from = { (void *)page, 1 };
+
+	return rf_sys_copy(&to, &from, 1) == 1;
+}
+
+/* Those of all blocks that this process can read, of the shared pages or of the others. */
+static size_t readable(const char *memory, bool shared)
+{
+	size_t page, count = 0;
+
+	for (page = 0; page < BLOCK * BLOCKS; page++)
+		if ((page % BLOCK == 0 || page % BLOCK == BLOCK - 1) == shared)
+			count += is_readable(memory + page * check_page);
+	return count;
+}
+
+static void private_pages_between_shared_ones_stay_marked_without_proc(void)
+{
+	char *memory = check_map(BLOCK * BLOCKS);
+	struct rf_handle handle;
+	size_t page;
+	pid_t pid;
+
+	for (page = 0; page < BLOCK * BLOCKS; page++)
+		if (page % BLOCK == 0 || page % BLOCK == BLOCK - 1)
+			CHECK(mmap(memory + page * check_page, check_page, PROT_READ | PROT_WRITE,
+				   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1,
+				   0) == memory + page * check_page);
+	start_untrusted();
+	handle = check_register(memory, BLOCK * BLOCKS * check_page, RF_HELD);
+	check_refuse(SYS_openat, EACCES);
+	pid = fork();
+	if (!pid) {
+		CHECK(readable(memory, false) == 0, "%zu", readable(memory, false));
+		CHECK(readable(memory, true) == 2 * BLOCKS, "%zu", readable(memory, true));
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	check_release(handle);
+	check_sound();
+}
+
+/* A fork asks about so many pages. It knows nothing of the rest, where the marks stay. */
+static void pages_beyond_those_asked_about_stay_marked_without_proc(void)
+{
+	const size_t asked = 65536;
+	char *memory = check_map(asked + 1), *shared = memory + (asked - 1) * check_page;
+	pid_t pid;
+
+	CHECK(mmap(shared, 2 * check_page, PROT_READ | PROT_WRITE,
+		   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == shared);
+	start_untrusted();
+	check_register(memory, (asked + 1) * check_page, RF_HELD);
+	check_refuse(SYS_openat, EACCES);
+	pid = fork();
+	if (!pid) {
+		CHECK(!is_readable(memory) && !is_readable(shared - check_page));
+		CHECK(is_readable(shared) && !is_readable(shared + check_page));
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+}
+
 /* They cannot be told from private ones by what mremap() does, on older kernels. */
 static void asking_maps_no_huge_page(void)
 {
@@ -320,11 +415,14 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(bytes_beside_are_given_back_where_copying_is_refused),
 		SCENARIO(a_copy_answers_the_same_where_it_is_refused),
-		SCENARIO(without_descriptors_a_copy_is_refused),
-		SCENARIO(no_child_keeps_a_pipe_of_another_thread),
+		SCENARIO(without_a_descriptor_a_copy_is_refused),
+		SCENARIO(inaccessible_memory_is_copied_when_asked_for),
+		SCENARIO(no_child_keeps_a_file_of_another_thread_s_copy),
 		SCENARIO(a_wait_that_is_refused_sleeps),
 		SCENARIO(shared_memory_stays_where_ioctl_is_refused),
 		SCENARIO(shared_memory_stays_without_proc),
+		SCENARIO(private_pages_between_shared_ones_stay_marked_without_proc),
+		SCENARIO(pages_beyond_those_asked_about_stay_marked_without_proc),
 		SCENARIO(shared_memory_is_known_without_proc),
 		SCENARIO_HUGE(asking_maps_no_huge_page),
 	};

@@ -1,251 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * A signal at every instruction. The processor's trap flag stops an operation
- * after each one, and the handler does what is to be safe at any moment: fork,
- * and let the child go on with the interrupted call; register and release; or
- * let another thread make a child in which the interrupted thread is no more.
- * What a storm of timers finds once a week this finds at once.
+ * A signal at every instruction. The handler does what is to be safe at any moment:
+ * fork, and let the child go on with the interrupted call; register and release; or
+ * let another thread make a child, in which the interrupted thread is no more.
+ * A storm of timers would find once a week what this finds at once.
  */
 #define _GNU_SOURCE
-#include "check.h"
 #include "fork.h"
-#include "prefork.h"
+#include "steps.h"
 #include "window.h"
 
-#if defined(__x86_64__) && !CHECK_TSAN
+#ifdef STEPS
 
 #include <dlfcn.h>
+#include <limits.h>
 #include <pthread.h>
-#include <sched.h>
 #include <semaphore.h>
 #include <signal.h>
-#include <ucontext.h>
-
-#define TRAP_FLAG 0x100
 
 int ibv_dontfork_range(void *base, size_t size);
 int ibv_dofork_range(void *base, size_t size);
 
-/* What is done at each step; true in a child, which is to go on unstepped. */
-static bool (*at_step)(void);
-static unsigned long steps, made_children;
-/* A small $SCALE stops short operations as often: for so many steps near_stride holds. */
-#define NEAR 200
-static unsigned long near_stride = 1, stride = 1;
-static bool in_child;
-
-static bool is_due(void)
-{
-	steps++;
-	return steps % (steps < NEAR ? near_stride : stride) == 0;
-}
-
-static void on_step(int signal, siginfo_t *info, void *context)
-{
-	ucontext_t *interrupted = context;
-	int saved = errno;
-
-	(void)signal, (void)info;
-	if (!at_step || (is_due() && at_step()))
-		interrupted->uc_mcontext.gregs[REG_EFL] &= ~TRAP_FLAG;
-	errno = saved;
-}
-
-/* The red zone is stepped over. */
-#define SET_FLAGS(operation)                                              \
-	__asm__ volatile("lea -128(%%rsp), %%rsp\n\tpushfq\n\t" operation \
-			 " (%%rsp)\n\tpopfq\n\tlea 128(%%rsp), %%rsp" ::  \
-				 : "memory", "cc")
-
-static void begin_steps(bool (*what)(void))
-{
-	struct sigaction action = { .sa_sigaction = on_step, .sa_flags = SA_SIGINFO };
-
-	sigaction(SIGTRAP, &action, NULL);
-	steps = 0;
-	at_step = what;
-	SET_FLAGS("orq $0x100,");
-}
-
-static void end_steps(void)
-{
-	SET_FLAGS("andq $-257,");
-	at_step = NULL;
-	if (!in_child)
-		dprintf(STDOUT_FILENO, "        %lu instructions, %lu children\n", steps,
-			made_children);
-}
-
-/* ---- Operations ---- */
-
-static char *memory, *shared;
-static struct rf_handle first, second, made;
-static int made_rc;
 static struct rf_error error;
-
-static void register_one(unsigned int flags)
-{
-	made_rc = rf_register(memory + 3 * check_page + 5, 4 * check_page, flags, RF_OMIT, &made,
-			      &error);
-}
-
-static void register_held(void)
-{
-	register_one(RF_HELD);
-}
-
-static void register_unheld(void)
-{
-	register_one(0);
-}
-
-static void release_one(void)
-{
-	made_rc = rf_release(first, 0);
-}
-
-static void fold(void)
-{
-	if (rf_enter(0) == 0) {
-		rf_prefork(&rf_engine.tracker, &rf_engine.registry, &rf_engine.list);
-		rf_leave();
-	}
-}
-
-static void list(void)
-{
-	struct rf_range_info info[4];
-
-	made_rc = (int)rf_list(info, 4);
-}
-
-static void register_wiped(void)
-{
-	made_rc = rf_register(memory + 3 * check_page, 4 * check_page, RF_HELD, RF_WIPE, &made,
-			      &error);
-}
-
-static void look_at_libraries(void)
-{
-	struct rf_library library;
-
-	(void)rf_libraries(&library, 1);
-}
-
-static void register_and_grow(void)
-{
-	register_one(0);
-}
-
-static const struct {
-	const char *name;
-	void (*act)(void);
-	enum rf_mode mode;
-} operations[] = {
-	{ "register lazily", register_held, RF_MODE_LAZY },
-	{ "register in lazy mode, unheld", register_unheld, RF_MODE_LAZY },
-	{ "register eagerly", register_held, RF_MODE_EAGER },
-	{ "release lazily", release_one, RF_MODE_LAZY },
-	{ "release eagerly", release_one, RF_MODE_EAGER },
-	{ "fold", fold, RF_MODE_LAZY },
-	{ "list", list, RF_MODE_EAGER },
-	{ "register to be wiped", register_wiped, RF_MODE_EAGER },
-	{ "look at libraries", look_at_libraries, RF_MODE_EAGER },
-	{ "grow", register_and_grow, RF_MODE_EAGER },
-};
-
-/* Leave the leaves a page, with something behind it: growing means moving. */
-static void make_tables_full(void)
-{
-	struct rf_ranges *ranges = &rf_engine.tracker.ranges;
-	char *rest = (char *)ranges->leaves.items + check_page;
-
-	CHECK(mmap(rest, ranges->leaves.mapped - check_page, PROT_NONE,
-		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == rest);
-	ranges->leaves.mapped = check_page;
-	ranges->leaves.capacity = (uint32_t)(check_page / ranges->leaves.item_size);
-	ranges->capacity = 0;
-}
-
-static void set_up(enum rf_mode mode, void (*act)(void))
-{
-	memory = check_map(16);
-	shared = check_map_shared(2);
-	check_start(mode);
-	first = check_register(memory + 2 * check_page, 3 * check_page, RF_HELD);
-	second = check_register(memory + 6 * check_page, 3 * check_page, RF_HELD);
-	if (act == register_and_grow)
-		make_tables_full();
-}
-
-/* A child in whatever state: it can do all that its parent could. */
-static void check_child_works(void)
-{
-	struct rf_handle handle, other;
-	char *fresh;
-
-	at_step = NULL;
-	fresh = check_map(4);
-	handle = check_register(fresh + check_page, check_page, RF_HELD);
-	other = check_register(fresh + 2 * check_page + 7, check_page, 0);
-	CHECK(rf_handle_state(handle) == 1, "what the child registered is lost");
-	CHECK(rf_handle_state(first) == -ECHILD && rf_handle_state(second) == -ECHILD);
-	CHECK(rf_release(first, 0) == -ECHILD && rf_release(second, 0) == -ECHILD);
-	CHECK(!rf_engine.clear_when_left && !rf_window.forks);
-	CHECK(!rf_engine.lock.word, "the lock is held");
-	CHECK(!check_child_reads(fresh + check_page));
-	CHECK(check_child_reads(shared));
-	look_at_libraries();
-	check_release(handle);
-	check_release(other);
-	CHECK(check_marked(fresh, 4) == 0);
-	check_empty();
-}
-
-/* The interrupted call has gone on in this child: what that has marked is unmarked. */
-static void check_nothing_is_marked(void)
-{
-	size_t page;
-
-	check_read_smaps();
-	for (page = 0; page < 16; page++)
-		CHECK(!(check_flags_read(memory + page * check_page) & (CHECK_DC | CHECK_WF)),
-		      "page %zu stays marked, step %lu", page, steps);
-}
-
-/* Every @usual-th step; all of them if $SCALE asks for more, fewer if it asks for less. */
-static void set_stride(unsigned long usual)
-{
-	/* Sanitized code has many more instructions than the same on a slow machine. */
-	usual *= CHECK_SLOWNESS > 1 ? 7 : 1;
-	near_stride = check_share() > 1 ? 1 : usual;
-	stride = check_share() > 1 ? 1 : (unsigned long)((double)usual / check_share());
-}
-
-static void for_each_operation(void (*run)(size_t))
-{
-	size_t i;
-
-	for (i = 0; i < COUNT_OF(operations); i++) {
-		struct rf_kernel kernel;
-		pid_t child;
-		int status;
-
-		rf_kernel_info(&kernel);
-		if (operations[i].mode == RF_MODE_LAZY && !kernel.copy_trusted)
-			continue;
-		child = fork();
-		CHECK(child >= 0);
-		if (!child) {
-			check_alarm(50);
-			set_up(operations[i].mode, operations[i].act);
-			run(i);
-			_exit(0);
-		}
-		status = check_wait(child);
-		CHECK(status == 0, "%s: %d", operations[i].name, status);
-	}
-}
 
 /* ---- A fork at every instruction ---- */
 
@@ -259,7 +35,8 @@ static bool too_early(void)
 
 static pid_t (*make_child)(void) = fork;
 
-static bool fork_here(void)
+/* True in the child. */
+static bool is_child_here(void)
 {
 	pid_t child;
 
@@ -268,7 +45,6 @@ static bool fork_here(void)
 	child = make_child();
 	CHECK(child >= 0);
 	if (!child) {
-		in_child = true;
 		check_alarm(20);
 		return true;
 	}
@@ -277,16 +53,19 @@ static bool fork_here(void)
 	return false;
 }
 
+static bool fork_here(void)
+{
+	in_child = is_child_here();
+	return in_child;
+}
+
 static void fork_everywhere(size_t i)
 {
 	fold_first = operations[i].act == fold;
-	begin_steps(fork_here);
+	steps_begin(fork_here);
 	operations[i].act();
-	end_steps();
+	steps_end();
 	if (in_child) {
-		/* What had not begun yet is the child's own. */
-		if (operations[i].act != release_one && made_rc == 1 && rf_handle_state(made) == 1)
-			check_release(made);
 		check_child_works();
 		check_nothing_is_marked();
 		_exit(0);
@@ -295,18 +74,12 @@ static void fork_everywhere(size_t i)
 	check_sound();
 	CHECK(!rf_engine.clear_when_left && !rf_window.forks);
 	CHECK(rf_generation() == rf_engine.generation);
-	if (made_rc == 1)
-		check_release(made);
-	if (rf_handle_state(first) == 1)
-		check_release(first);
-	check_release(second);
-	CHECK(check_marked(memory, 16) == 0);
-	check_empty();
+	tear_down();
 }
 
 static void a_child_goes_on_from_every_instruction(void)
 {
-	set_stride(5);
+	steps_set_stride(5);
 	for_each_operation(fork_everywhere);
 }
 
@@ -316,39 +89,30 @@ static void a_raw_child_goes_on_from_every_instruction(void)
 	make_child = (pid_t(*)(void))dlsym(RTLD_DEFAULT, "_Fork");
 	if (!make_child)
 		check_skip("no _Fork() in this libc");
-	set_stride(11);
+	steps_set_stride(11);
 	for_each_operation(fork_everywhere);
 }
 
 /* The child ends in the handler, having seen that nothing it does hangs. */
 static bool fork_and_exit_here(void)
 {
-	pid_t child;
-
-	if (too_early())
-		return false;
-	child = fork();
-	CHECK(child >= 0);
-	if (!child) {
+	if (is_child_here()) {
 		struct rf_handle handle;
 		int rc = rf_register(memory, check_page, 0, RF_OMIT, &handle, &error);
 
-		check_alarm(20);
 		CHECK(rc == 1 || rc == -EDEADLK, "%d", rc);
 		CHECK(rc < 0 || rf_release(handle, 0) == 0);
 		_exit(0);
 	}
-	made_children++;
-	CHECK(check_wait(child) == 0, "step %lu", steps);
 	return false;
 }
 
 static void fork_and_exit_everywhere(size_t i)
 {
 	fold_first = operations[i].act == fold;
-	begin_steps(fork_and_exit_here);
+	steps_begin(fork_and_exit_here);
 	operations[i].act();
-	end_steps();
+	steps_end();
 	CHECK(made_children > 2);
 	check_sound();
 	CHECK(!rf_window.forks);
@@ -356,7 +120,7 @@ static void fork_and_exit_everywhere(size_t i)
 
 static void a_child_ends_at_every_instruction(void)
 {
-	set_stride(5);
+	steps_set_stride(5);
 	for_each_operation(fork_and_exit_everywhere);
 }
 
@@ -376,21 +140,21 @@ static bool child_has_shared_here(void)
 	return false;
 }
 
-static void shared_memory_is_never_missed(void)
+static void children_always_have_shared_memory(void)
 {
 	unsigned int flags;
 
 	shared = check_map_shared(2);
 	check_start(RF_MODE_EAGER);
-	set_stride(5);
+	steps_set_stride(5);
 	for (flags = 0; flags < 2; flags++) {
-		begin_steps(child_has_shared_here);
+		steps_begin(child_has_shared_here);
 		made_rc = rf_register(shared, 2 * check_page, flags, RF_OMIT, &made, &error);
-		end_steps();
+		steps_end();
 		CHECK(made_rc == 1);
-		begin_steps(child_has_shared_here);
+		steps_begin(child_has_shared_here);
 		made_rc = rf_release(made, 0);
-		end_steps();
+		steps_end();
 	}
 	check_empty();
 }
@@ -416,27 +180,93 @@ static bool child_has_no_other_bytes(void)
 	return false;
 }
 
-static void no_byte_is_an_older_one(void)
+static void a_child_never_reads_stale_bytes(void)
 {
 	unsigned int round;
 
 	memory = check_map(16);
 	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
 	check_start(RF_MODE_EAGER);
-	set_stride(3);
+	steps_set_stride(3);
 	for (round = 0; round < 2; round++) {
-		first = check_register(memory + 3 * check_page + 100, 100, RF_HELD);
+		first_held = check_register(memory + 3 * check_page + 100, 100, RF_HELD);
 		check_fork();
-		begin_steps(child_has_no_other_bytes);
+		steps_begin(child_has_no_other_bytes);
 		register_held();
-		end_steps();
+		steps_end();
 		CHECK(made_rc == 1);
-		begin_steps(child_has_no_other_bytes);
+		steps_begin(child_has_no_other_bytes);
 		release_one();
-		end_steps();
+		steps_end();
 		check_release(made);
 	}
 	check_empty();
+}
+
+/* ---- One fork, within the release that applies the changes waiting for a leaf ---- */
+
+#define LEAVES_PAGES (3 * RF_LEAF_RANGES)
+
+static struct rf_handle pages[LEAVES_PAGES], again[LEAVES_PAGES / 2];
+
+/* The counts of the ranges of whole leaves wait: a registration over all of them was released. */
+static void make_changes_wait(void)
+{
+	char *leaves = check_map(LEAVES_PAGES);
+	struct rf_handle all;
+	size_t page;
+
+	memory = check_map(16);
+	check_start(RF_MODE_EAGER);
+	for (page = 0; page < LEAVES_PAGES; page++)
+		pages[page] = check_register(leaves + page * check_page, check_page, RF_HELD);
+	for (page = 0; page < COUNT_OF(again); page++)
+		again[page] = check_register(leaves + 2 * page * check_page, check_page, RF_HELD);
+	all = check_register(leaves, LEAVES_PAGES * check_page, RF_HELD);
+	fold();
+	check_release(all);
+}
+
+/* A process of its own, as a fork applies the changes that wait. 1: the step was not reached. */
+static int fork_once(unsigned long step)
+{
+	const size_t middle = LEAVES_PAGES / 2;
+	size_t i;
+
+	make_changes_wait();
+	steps_stop_at(step);
+	steps_begin(fork_and_exit_here);
+	made_rc = rf_release(pages[middle], 0);
+	steps_end();
+	CHECK(made_rc == 0);
+	if (steps < step)
+		return 1;
+	check_sound();
+	for (i = 0; i < LEAVES_PAGES; i++)
+		if (i != middle)
+			check_release(pages[i]);
+	for (i = 0; i < COUNT_OF(again); i++)
+		check_release(again[i]);
+	check_empty();
+	return 0;
+}
+
+static void waiting_changes_are_applied_once(void)
+{
+	/* A process each; sanitized code has many more instructions. */
+	const unsigned long stride = (check_share() < 1 ? 29 : 7) * (CHECK_SLOWNESS > 1 ? 9 : 1);
+	unsigned long step;
+	int ended = 0;
+
+	for (step = 1; !ended; step += stride) {
+		pid_t child = fork();
+
+		if (!child)
+			_exit(fork_once(step));
+		ended = check_wait(child);
+		CHECK(ended == 0 || ended == 1, "step %lu", step);
+	}
+	CHECK(step > 100 * stride / 7, "%lu steps", step);
 }
 
 /* ---- What a release by bytes costs ---- */
@@ -448,9 +278,9 @@ static bool go_on(void)
 
 static unsigned long steps_of_release(char *start, size_t nbytes)
 {
-	begin_steps(go_on);
+	steps_begin(go_on);
 	made_rc = ibv_dofork_range(start, nbytes);
-	end_steps();
+	steps_end();
 	CHECK(made_rc == 0);
 	return steps;
 }
@@ -503,14 +333,13 @@ static bool register_here(void)
 {
 	struct rf_handle handle;
 	struct rf_error why;
-	int rc;
+	int rc = rf_register(memory + 12 * check_page, check_page, steps & 1 ? RF_HELD : 0,
+			     RF_OMIT, &handle, &why);
 
-	look_at_libraries();
-	rc = rf_register(memory + 12 * check_page, check_page, steps & 1 ? RF_HELD : 0, RF_OMIT,
-			 &handle, &why);
 	if (rc == -EDEADLK) {
 		CHECK(why.cause == RF_CAUSE_SIGNAL);
-		CHECK(rf_release(second, 0) == -EDEADLK);
+		CHECK(rf_handle_state(second_held) == -EDEADLK);
+		CHECK(rf_release(second_held, 0) == -EDEADLK);
 		refused++;
 		return false;
 	}
@@ -518,57 +347,41 @@ static bool register_here(void)
 	CHECK(rf_release(handle, 0) == 0);
 	allowed++;
 	return false;
+}
+
+static bool look_and_register_here(void)
+{
+	look_at_libraries();
+	return register_here();
 }
 
 /* Before the first store the handler itself is the first to call, and notices all. */
 static bool register_in_noticing(void)
 {
-	struct rf_handle handle;
-	struct rf_error why;
-	int rc;
-
-	if (!*(volatile uint64_t *)rf_engine.alive)
-		return false;
-	rc = rf_register(memory + 12 * check_page, check_page, 0, RF_OMIT, &handle, &why);
-	if (rc == -EDEADLK) {
-		CHECK(why.cause == RF_CAUSE_SIGNAL);
-		CHECK(rf_handle_state(second) == -EDEADLK);
-		refused++;
-		return false;
-	}
-	CHECK(rc == 1, "%d", rc);
-	CHECK(rf_release(handle, 0) == 0);
-	allowed++;
-	return false;
+	return *(volatile uint64_t *)rf_engine.alive && register_here();
 }
 
 static void register_everywhere(size_t i)
 {
-	begin_steps(register_here);
+	steps_begin(look_and_register_here);
 	operations[i].act();
-	end_steps();
+	steps_end();
 	/* That has a lock of its own. */
 	CHECK((refused || operations[i].act == look_at_libraries) && allowed,
 	      "refused %lu, allowed %lu", refused, allowed);
 	check_sound();
 	CHECK(!rf_engine.lock.word);
-	if (made_rc == 1)
-		check_release(made);
-	if (rf_handle_state(first) == 1)
-		check_release(first);
-	check_release(second);
-	CHECK(check_marked(memory, 16) == 0);
-	check_empty();
+	tear_down();
 }
 
 static void a_handler_registers_at_every_instruction(void)
 {
-	set_stride(1);
+	steps_set_stride(1);
 	for_each_operation(register_everywhere);
 }
 
 /* No handler of fork()'s runs: the first call finds out where it is, and is interrupted there. */
-static void a_handler_registers_at_every_instruction_of_the_noticing(void)
+static void a_handler_registers_while_a_child_is_noticed(void)
 {
 	pid_t (*raw_fork)(void) = (pid_t(*)(void))dlsym(RTLD_DEFAULT, "_Fork");
 	uint32_t generation;
@@ -576,25 +389,25 @@ static void a_handler_registers_at_every_instruction_of_the_noticing(void)
 
 	if (!raw_fork)
 		check_skip("no _Fork() here");
-	set_stride(1);
+	steps_set_stride(1);
 	set_up(check_best_mode(), register_held);
 	generation = rf_generation();
 	child = raw_fork();
 	CHECK(child >= 0);
 	if (!child) {
 		check_alarm(50);
-		begin_steps(register_in_noticing);
+		steps_begin(register_in_noticing);
 		made_rc = (int)rf_generation();
-		end_steps();
+		steps_end();
 		CHECK(made_rc == (int)generation + 1 && rf_generation() == generation + 1);
 		CHECK(refused && allowed, "refused %lu, allowed %lu", refused, allowed);
-		check_inherited(first);
+		check_inherited(first_held);
 		check_works();
 		_exit(0);
 	}
 	CHECK(check_wait(child) == 0);
-	check_release(first);
-	check_release(second);
+	check_release(first_held);
+	check_release(second_held);
 }
 
 /* ---- The thread inside the engine is no more ---- */
@@ -602,19 +415,24 @@ static void a_handler_registers_at_every_instruction_of_the_noticing(void)
 static sem_t stopped, resume;
 static bool finished;
 
+static void wait_for(sem_t *semaphore)
+{
+	while (sem_wait(semaphore) < 0)
+		;
+}
+
 static bool stop_here(void)
 {
 	sem_post(&stopped);
-	while (sem_wait(&resume) < 0)
-		;
+	wait_for(&resume);
 	return false;
 }
 
 static void *stepping_thread(void *act)
 {
-	begin_steps(stop_here);
+	steps_begin(stop_here);
 	(*(void (**)(void))act)();
-	end_steps();
+	steps_end();
 	__atomic_store_n(&finished, true, __ATOMIC_SEQ_CST);
 	sem_post(&stopped);
 	return NULL;
@@ -628,7 +446,6 @@ static void thread_gone_everywhere(size_t i)
 {
 	pid_t (*raw_fork)(void) = (pid_t(*)(void))dlsym(RTLD_DEFAULT, "_Fork");
 	void (*act)(void) = operations[i].act;
-	unsigned long children = 0;
 	pthread_t thread;
 
 	if (!raw_fork)
@@ -639,31 +456,129 @@ static void thread_gone_everywhere(size_t i)
 	for (;;) {
 		pid_t child;
 
-		while (sem_wait(&stopped) < 0)
-			;
+		wait_for(&stopped);
 		if (__atomic_load_n(&finished, __ATOMIC_SEQ_CST))
 			break;
 		child = raw_fork();
 		CHECK(child >= 0);
 		if (!child) {
 			check_alarm(20);
-			at_step = NULL;
 			check_child_works();
 			_exit(0);
 		}
 		CHECK(check_wait(child) == 0, "%s, step %lu", operations[i].name, steps);
-		children++;
+		made_children++;
 		sem_post(&resume);
 	}
 	CHECK(!pthread_join(thread, NULL));
-	CHECK(children > 2);
+	CHECK(made_children > 2);
 	check_sound();
 }
 
-static void a_thread_that_is_no_more_leaves_the_child_sane(void)
+static void a_child_works_without_the_interrupted_thread(void)
 {
-	set_stride(5);
+	steps_set_stride(5);
 	for_each_operation(thread_gone_everywhere);
+}
+
+/* ---- Within the fork of another thread ---- */
+
+/* What the processes of this scenario tell: steps of the last, children of all. */
+static struct {
+	unsigned long steps, children;
+} *told;
+static sem_t in_window, stands_still, forked;
+static __thread bool is_forker;
+static bool has_forked;
+
+static void wait_in_window(void)
+{
+	if (is_forker) {
+		sem_post(&in_window);
+		wait_for(&stands_still);
+	}
+}
+
+/* Installed before the engine's own: it prepares after that, in the engine's window. */
+__attribute__((constructor(101))) static void install_before(void)
+{
+	pthread_atfork(wait_in_window, NULL, NULL);
+}
+
+static void *forking_thread(void *unused)
+{
+	pid_t child;
+
+	is_forker = true;
+	child = fork();
+	is_forker = false;
+	CHECK(child >= 0);
+	if (!child) {
+		check_alarm(20);
+		check_child_works();
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
+	sem_post(&forked);
+	return unused;
+}
+
+static bool let_it_fork(void)
+{
+	sem_post(&stands_still);
+	wait_for(&forked);
+	has_forked = true;
+	return true;
+}
+
+static void fork_within_window(size_t i)
+{
+	pthread_t thread;
+
+	CHECK(!sem_init(&in_window, 0, 0) && !sem_init(&stands_still, 0, 0) &&
+	      !sem_init(&forked, 0, 0));
+	CHECK(!pthread_create(&thread, NULL, forking_thread, NULL));
+	wait_for(&in_window);
+	CHECK(rf_window.forks == 1);
+	steps_begin(let_it_fork);
+	operations[i].act();
+	steps_end();
+	told->steps = steps;
+	told->children += has_forked;
+	if (!has_forked)
+		let_it_fork();
+	CHECK(!pthread_join(thread, NULL));
+	check_sound();
+	CHECK(!rf_engine.clear_when_left && !rf_window.forks);
+	tear_down();
+}
+
+/* One window is one fork: each step is that of a process of its own. */
+static void a_fork_under_way_goes_on_at_every_instruction(void)
+{
+	const double share = check_share() > 1 ? check_share() : 1;
+	unsigned long step, all, stride;
+	size_t i;
+
+	told = (void *)check_map_shared(1);
+	for (i = 0; i < operations_count; i++) {
+		if (!is_possible(i))
+			continue;
+		steps_stop_at(ULONG_MAX);
+		CHECK(run_operation(i, fork_within_window) == 0, "%s", operations[i].name);
+		all = told->steps;
+		stride = (unsigned long)((double)all / (25 * share));
+		stride += !stride;
+		told->children = 0;
+		for (step = 1; step <= all; step += stride) {
+			steps_stop_at(step);
+			CHECK(run_operation(i, fork_within_window) == 0, "%s, step %lu",
+			      operations[i].name, step);
+		}
+		CHECK(told->children >= 20, "%lu of %lu steps", told->children, all);
+		dprintf(STDOUT_FILENO, "        %lu instructions, %lu children\n", all,
+			told->children);
+	}
 }
 
 int main(int argc, char **argv)
@@ -672,12 +587,14 @@ int main(int argc, char **argv)
 		SCENARIO(a_child_goes_on_from_every_instruction),
 		SCENARIO(a_raw_child_goes_on_from_every_instruction),
 		SCENARIO(a_child_ends_at_every_instruction),
-		SCENARIO(shared_memory_is_never_missed),
-		SCENARIO(no_byte_is_an_older_one),
+		SCENARIO(children_always_have_shared_memory),
+		SCENARIO(a_child_never_reads_stale_bytes),
+		SCENARIO(waiting_changes_are_applied_once),
 		SCENARIO(a_release_takes_as_long_among_thousands),
 		SCENARIO(a_handler_registers_at_every_instruction),
-		SCENARIO(a_handler_registers_at_every_instruction_of_the_noticing),
-		SCENARIO(a_thread_that_is_no_more_leaves_the_child_sane),
+		SCENARIO(a_handler_registers_while_a_child_is_noticed),
+		SCENARIO(a_child_works_without_the_interrupted_thread),
+		SCENARIO(a_fork_under_way_goes_on_at_every_instruction),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -100,7 +100,7 @@ static void check_said(const char *start, size_t pages, int why)
 {
 	char line[256];
 
-	snprintf(line, sizeof(line), " could not map %p-%p", (const void *)start,
+	snprintf(line, sizeof(line), " %p-%p: ", (const void *)start,
 		 (const void *)(start + pages * check_page));
 	CHECK(strstr(said, line) && strstr(said, why == EEXIST ? "mapped there" : "refuse"),
 	      "'%s' has no '%s'", said, line);
@@ -108,34 +108,6 @@ static void check_said(const char *start, size_t pages, int why)
 }
 
 /* ---- Registrations ---- */
-
-static void lazy_registrations_make_no_system_call(void)
-{
-	char *huge = check_map_huge(1, MAP_PRIVATE), *file = map_file(2, PROT_READ);
-	char *memory = check_map(2);
-	struct rf_handle handles[3];
-	unsigned long calls;
-
-	check_needs_lazy();
-	check_start(RF_MODE_LAZY);
-	memset(huge, 7, CHECK_HUGE);
-	check_release(take(memory, check_page));
-	calls = rf_sys_calls();
-	handles[0] = take(huge, CHECK_HUGE);
-	handles[1] = take(file, 2 * check_page);
-	handles[2] = take(memory + 100, check_page);
-	CHECK(rf_sys_calls() == calls);
-	CHECK(child_finds(huge) == 0 && child_finds(file) == 0);
-	check_release(handles[0]);
-	check_release(handles[1]);
-	check_release(handles[2]);
-	check_fork();
-	calls = rf_sys_calls();
-	check_release(take(huge, CHECK_HUGE));
-	check_release(take(file, 2 * check_page));
-	CHECK(rf_sys_calls() == calls);
-	check_empty();
-}
 
 /* In the child, as smaps tells it: "r-xp". */
 static void check_child_has(const char *address, const char *permissions)
@@ -191,6 +163,28 @@ static void protections_are_kept(void)
 	}
 	for (i = 0; i < COUNT_OF(handles); i++)
 		check_release(handles[i]);
+	check_empty();
+}
+
+/* As a kernel refuses that is to let nothing writable be executed (PR_SET_MDWE). */
+static void a_copy_that_stays_writable_is_told(void)
+{
+	char *memory = check_map(4), *at = memory + check_page;
+	struct rf_handle handle;
+
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
+	memset(memory, 7, 4 * check_page);
+	handle = take(at + 100, check_page);
+	CHECK(!mprotect(at, 2 * check_page, PROT_READ | PROT_EXEC));
+	CHECK(child_finds(at) == 7 && !said[0], "%s", said);
+	check_refuse(SYS_mprotect, EACCES);
+	CHECK(child_finds(at) == 7);
+	check_said(at, 2, EACCES);
+	CHECK(strstr(said, " cannot protect its copy of "), "%s", said);
+	CHECK(strstr(said, "can write to these pages"), "%s", said);
+	check_child_has(at, "rw-p");
+	check_release(handle);
 	check_empty();
 }
 
@@ -293,7 +287,7 @@ static void beyond_the_data_limit_pages_are_absent_and_told(void)
 	CHECK(found[0] == 0 && found[1] == -1 && found[2] == -1 && found[3] == -1, "%d %d %d %d",
 	      found[0], found[1], found[2], found[3]);
 	/* The lowest of them. */
-	CHECK(strstr(said, " could not map 0x") && strstr(said, "refuse"), "%s", said);
+	CHECK(strstr(said, " cannot get its zeros at 0x") && strstr(said, "refuse"), "%s", said);
 	/* They are reserved, as absent pages are: nothing else lands there. */
 	pid = fork();
 	if (!pid) {
@@ -484,6 +478,43 @@ static void an_occupied_copy_is_told(void)
 	check_empty();
 }
 
+static void map_anew(char *memory, size_t pages)
+{
+	check_unmap(memory, pages);
+	CHECK(mmap(memory, pages * check_page, PROT_READ | PROT_WRITE,
+		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
+	memset(memory, 9, pages * check_page);
+}
+
+/* As malloc() does with large blocks: memory that is not held has a new owner, and no mark. */
+static void memory_mapped_anew_is_not_told(void)
+{
+	char *memory = check_map(8), *file = map_file(4, PROT_READ | PROT_WRITE);
+	struct rf_handle handles[3];
+
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+	check_start(RF_MODE_EAGER);
+	memset(memory, 7, 8 * check_page);
+	handles[0] = check_register(memory + 100, 3 * check_page, 0);
+	CHECK(rf_register(file, 4 * check_page, 0, RF_WIPE, &handles[1], &error) == 1);
+	/* Beside them held memory is told of as before. */
+	handles[2] = take(memory + 6 * check_page + 100, 200);
+	map_anew(memory, 4);
+	map_anew(file, 4);
+	CHECK(child_finds(memory) == 9 && !said[0], "%s", said);
+	CHECK(child_finds(memory + 3 * check_page) == 9 && child_finds(file) == 9);
+	occupied = memory + 6 * check_page;
+	occupied_pages[0] = 0;
+	occupied_pages[1] = 0;
+	CHECK(child_finds(memory + 6 * check_page) == 9);
+	check_said(memory + 6 * check_page, 1, EEXIST);
+	occupied = NULL;
+	check_release(handles[0]);
+	check_release(handles[1]);
+	check_release(handles[2]);
+	check_empty();
+}
+
 /* A release while the fork is under way leaves its pages to the child, and that is in order. */
 static struct rf_handle to_release;
 
@@ -599,14 +630,15 @@ static void a_userfaultfd_that_serves_children_decides(void)
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
-		SCENARIO_HUGE(lazy_registrations_make_no_system_call),
 		SCENARIO_HUGE(protections_are_kept),
+		SCENARIO(a_copy_that_stays_writable_is_told),
 		SCENARIO_HUGE(zeros_fit_in_the_data_limit),
 		SCENARIO_HUGE(beyond_the_data_limit_pages_are_absent_and_told),
 		SCENARIO(memory_without_reservation_is_wiped),
 		SCENARIO_HUGE(nothing_is_overcommitted),
 		SCENARIO(an_occupied_page_is_told),
 		SCENARIO_HUGE(an_occupied_copy_is_told),
+		SCENARIO(memory_mapped_anew_is_not_told),
 		SCENARIO(marks_left_by_a_release_are_not_told),
 		SCENARIO(served_memory_is_wiped),
 		SCENARIO(a_userfaultfd_that_serves_children_decides),

@@ -119,7 +119,7 @@ static void use(void)
 		(void)rf_elf_needs(&object, names[i]);
 	}
 	(void)strlen(object.soname);
-	while ((slot = rf_elf_next_slot(&object, &at, &name))) {
+	while ((slot = rf_elf_next_got(&object, &at, &name))) {
 		CHECK(lies((uintptr_t)slot, sizeof(*slot), PF_R | PF_W));
 		slots += *slot + strlen(name);
 	}
@@ -370,10 +370,10 @@ static void a_linked_object(void)
 		if (relocation->r_addend ||
 		    ELF64_R_TYPE(relocation->r_info) == slot_types[COUNT_OF(slot_types) - 1])
 			continue;
-		CHECK(rf_elf_next_slot(&object, &at, &name) == &linked.slots[i], "slot %zu", i);
+		CHECK(rf_elf_next_got(&object, &at, &name) == &linked.slots[i], "slot %zu", i);
 		CHECK(!strcmp(name, linked.strings + symbol->st_name));
 	}
-	CHECK(!rf_elf_next_slot(&object, &at, &name));
+	CHECK(!rf_elf_next_got(&object, &at, &name));
 }
 
 /* The same, some of whose words are others. */

@@ -2,7 +2,7 @@
 /*
  * The engine as an input says: registrations of all policies, held or not, of memory that
  * is mapped, unmapped and moved meanwhile; forks, and registrations in the middle of them;
- * system calls that fail. Against the rules of tests/model.py for base pages:
+ * system calls that fail. Against the rules of tests/surface/model.py for base pages:
  *
  *  - A page is kept from children where a registration in force takes it: one that fills it
  *    or, where copying is not trusted, one that touches it.
@@ -12,6 +12,9 @@
  *  - What was mapped or moved there after it was registered may be either.
  *
  * The kernel says by smaps which it is, and a child by what it can read.
+ *
+ * Memory is mapped anew under registrations here, and calls fail: the model has "either".
+ * That of tests/engine/test_mixture.c tells one answer, of pages of every kind and size.
  *
  *	TRACE=1 fuzz_engine FILE	tells what is done
  */
@@ -662,7 +665,7 @@ static void start(void)
 	kernel->procmap_query &= !(wish & 4);
 	kernel->process_madvise &= !(wish & 8);
 	if (tight)
-		kernel->max_map_count = 2 * (2 + wish % 5);
+		kernel->max_map_count = (trusted ? 2 : 3) * (2 + wish % 5);
 	setenv("RDMAFORK_TRUST_COPYING", trusted ? "1" : "0", 1);
 	if (wish & 64)
 		setenv("RDMAV_FORK_SAFE", "1", 1);

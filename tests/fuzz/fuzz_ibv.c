@@ -4,6 +4,9 @@
  * with system calls that fail and forks between. The model is the list of ranges that are
  * registered. A release takes one from it with the same bytes, or else one with the same
  * start and the same last page, or nothing.
+ *
+ * It counts ranges of libibverbs' calls, which have no policies and hold nothing: what a
+ * child finds is the model of tests/fuzz/fuzz_engine.c and tests/engine/test_mixture.c.
  */
 #include "check.h"
 #include "engine.h"

@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "check.h"
 #include "engine.h"
+#include "vma.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -252,7 +253,7 @@ static void parts_of_huge_pages_lazy(void)
 }
 
 /* To each of them the same huge page is a partial page: what is set aside has a limit. */
-static void many_in_one_huge_page(void)
+static void many_registrations_share_a_huge_page(void)
 {
 	struct region regions[1000];
 	size_t i;
@@ -273,7 +274,7 @@ static void many_in_one_huge_page(void)
 }
 
 /* A library's data, say. */
-static void a_private_file(void)
+static void bytes_beside_a_registered_private_file_stay(void)
 {
 	char name[] = "/tmp/edges-XXXXXX";
 	struct region region;
@@ -291,7 +292,32 @@ static void a_private_file(void)
 	check_children();
 }
 
-/* Memory nobody holds may be gone, or closed to us, when a fork saves what lies there. */
+/* How the page at @at of @memory is mapped: PROT_READ ...; -1: it is not. */
+static int protection_at(size_t at)
+{
+	const uintptr_t address = (uintptr_t)memory + at;
+	struct rf_vma_reader reader;
+	struct rf_vma vma;
+
+	rf_vma_init(&reader, rf_engine.tracker.kernel->procmap_query, 0);
+	CHECK(rf_vma_open(&reader) == 0);
+	CHECK(rf_vma_find(&reader, address, &vma) == 0);
+	rf_vma_close(&reader);
+	return vma.start <= address ? vma.protection : -1;
+}
+
+static void need_inaccessible_memory_s_bytes(void)
+{
+	char byte, *page = check_map(1);
+	struct iovec to = { &byte, 1 }, from = { page, 1 };
+
+	CHECK(mprotect(page, check_page, PROT_NONE) == 0);
+	if (rf_sys_copy_inaccessible(&to, &from, 1) < 0)
+		check_skip("the kernel gives nobody the bytes of inaccessible memory");
+	check_unmap(page, 1);
+}
+
+/* Memory nobody holds may be gone, or closed to us, when a fork saves its bytes. */
 static void pages_that_cannot_be_read_do_no_harm(void)
 {
 	struct region region, closed, gone;
@@ -314,20 +340,101 @@ static void pages_that_cannot_be_read_do_no_harm(void)
 	check_empty();
 }
 
-/* Pages that are wiped may be closed to writers by then, as in the parent. */
-static void read_only_pages_are_given_back(void)
+/* In children of @first and of itself: inaccessible, and then what the parent has there. */
+static void check_opened_by_a_child(size_t first, size_t length)
+{
+	pid_t pid = fork();
+	size_t at;
+
+	CHECK(pid >= 0);
+	if (!pid) {
+		CHECK(protection_at(first) == PROT_NONE);
+		CHECK(mprotect(memory + first, length, PROT_READ | PROT_WRITE) == 0);
+		for (at = first; at < first + length; at++)
+			CHECK((unsigned char)memory[at] == value_at(at), "byte %zu", at);
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
+	CHECK(protection_at(first) == PROT_NONE);
+}
+
+/* A read barrier has a page inaccessible for a moment, and opens it when it is touched. */
+static void inaccessible_pages_keep_their_bytes(void)
 {
 	struct region regions[2];
 
+	need_inaccessible_memory_s_bytes();
 	prepare_memory(PAGES);
 	start_whole();
-	add(&regions[0], 100, 200, RF_WIPE);
-	add(&regions[1], 2 * check_page + 100, 4 * check_page + 200, RF_WIPE);
-	CHECK(mprotect(memory, 8 * check_page, PROT_READ) == 0);
+	/* One of a stretch that is read at once, with others on both sides. */
+	add(&regions[0], check_page + 100, check_page + 200, RF_OMIT);
+	add(&regions[1], 2 * check_page + 100, 4 * check_page + 200, RF_OMIT);
+	CHECK(mprotect(memory + 2 * check_page, check_page, PROT_NONE) == 0);
+	check_opened_by_a_child(2 * check_page, check_page);
 	model(regions, 2);
+	expect(2 * check_page, 3 * check_page, ABSENT);
 	check_children();
 	check_release(regions[0].handle);
 	check_release(regions[1].handle);
+	check_empty();
+}
+
+static void inaccessible_huge_pages_keep_their_bytes(void)
+{
+	struct region region;
+
+	need_inaccessible_memory_s_bytes();
+	nbytes = CHECK_HUGE;
+	memory = check_map_huge(1, MAP_PRIVATE);
+	fill();
+	check_start(check_best_mode());
+	add(&region, 100, 164, RF_OMIT);
+	CHECK(mprotect(memory, nbytes, PROT_NONE) == 0);
+	check_opened_by_a_child(0, nbytes);
+	check_release(region.handle);
+	check_empty();
+}
+
+static void given_back_pages_have_the_parent_s_protection(void)
+{
+	static const int protections[] = { PROT_READ, PROT_READ | PROT_EXEC, PROT_READ | PROT_WRITE,
+					   PROT_NONE };
+	static const enum rf_policy policies[] = { RF_OMIT, RF_WIPE };
+	const int fd = memfd_create("file", MFD_CLOEXEC);
+	struct region regions[2 * COUNT_OF(protections)];
+	size_t i, first;
+	pid_t pid;
+
+	need_inaccessible_memory_s_bytes();
+	prepare_memory(PAGES);
+	/* Of a private file, whose zeros the child maps itself. */
+	CHECK(ftruncate(fd, (off_t)nbytes) == 0);
+	CHECK(mmap(memory, nbytes / 2, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd, 0) ==
+	      memory);
+	fill();
+	start_whole();
+	for (i = 0; i < COUNT_OF(regions); i++) {
+		first = 3 * i * check_page;
+		add(&regions[i], first + 100, first + 2 * check_page + 100, policies[i % 2]);
+		CHECK(mprotect(memory + first, 3 * check_page, protections[i / 2]) == 0);
+	}
+	model(regions, COUNT_OF(regions));
+	/* Nothing can be read there. */
+	expect(18 * check_page, 24 * check_page, ABSENT);
+	check_children();
+	pid = fork();
+	CHECK(pid >= 0);
+	for (i = 0; !pid && i < COUNT_OF(regions); i++) {
+		first = 3 * i * check_page;
+		CHECK(protection_at(first) == protections[i / 2], "page %zu", 3 * i);
+		CHECK(protection_at(first + 2 * check_page) == protections[i / 2]);
+		CHECK(i % 2 == 0 || protection_at(first + check_page) == protections[i / 2]);
+	}
+	if (!pid)
+		_exit(0);
+	CHECK(check_wait(pid) == 0);
+	for (i = 0; i < COUNT_OF(regions); i++)
+		check_release(regions[i].handle);
 	check_empty();
 }
 
@@ -350,7 +457,7 @@ static bool is_sane(void)
 	return true;
 }
 
-static void failures_invent_nothing(void)
+static void a_failed_copy_shows_no_wrong_bytes(void)
 {
 	struct region regions[3];
 	unsigned long nth, faults = 0, before;
@@ -518,6 +625,30 @@ static void many_saved_bytes_want_huge_pages(void)
 	check_fork_finds_each_page(count, false);
 }
 
+/* Absent pages are reserved with the mappings that are left. */
+static void pages_are_given_back_before_addresses_are_reserved(void)
+{
+	const size_t many = 128;
+	struct region *regions = malloc(many * sizeof(*regions));
+	size_t i;
+
+	prepare_memory(5 * many);
+	start_whole();
+	for (i = 0; i < many; i++)
+		add(&regions[i], 5 * i * check_page + 100, (5 * i + 3) * check_page + 100,
+		    RF_OMIT);
+	model(regions, many);
+	check_children();
+	/* The child lacks one mapping a registration, and maps two copies and one reserved area. */
+	check_use_up_vmas(many + many / 4);
+	check_children();
+	check_give_back_vmas();
+	for (i = 0; i < many; i++)
+		check_release(regions[i].handle);
+	check_empty();
+	free(regions);
+}
+
 /* After the marks are made, before the child is. */
 static void registered_while_a_fork_is_under_way(void)
 {
@@ -625,14 +756,17 @@ int main(int argc, char **argv)
 		SCENARIO(many_share_pages),
 		SCENARIO_HUGE(parts_of_huge_pages_eager),
 		SCENARIO_HUGE(parts_of_huge_pages_lazy),
-		SCENARIO_HUGE(many_in_one_huge_page),
-		SCENARIO(a_private_file),
+		SCENARIO_HUGE(many_registrations_share_a_huge_page),
+		SCENARIO(bytes_beside_a_registered_private_file_stay),
 		SCENARIO(pages_that_cannot_be_read_do_no_harm),
-		SCENARIO(read_only_pages_are_given_back),
-		SCENARIO(failures_invent_nothing),
+		SCENARIO(inaccessible_pages_keep_their_bytes),
+		SCENARIO_HUGE(inaccessible_huge_pages_keep_their_bytes),
+		SCENARIO(given_back_pages_have_the_parent_s_protection),
+		SCENARIO(a_failed_copy_shows_no_wrong_bytes),
 		SCENARIO(room_is_taken_at_the_registration),
 		SCENARIO(much_room_is_given_back),
 		SCENARIO(many_saved_bytes_want_huge_pages),
+		SCENARIO(pages_are_given_back_before_addresses_are_reserved),
 		SCENARIO(registered_while_a_fork_is_under_way),
 		SCENARIO(threads_register_while_others_fork),
 		SCENARIO(memory_that_fork_itself_uses_is_named),

@@ -3,19 +3,19 @@
  * The files this process has open, from the links in /proc/thread-self/fd. For a forked child,
  * where no other thread opens any more.
  */
-#ifndef RF_OPENED_H
-#define RF_OPENED_H
+#ifndef RF_OPEN_FILES_H
+#define RF_OPEN_FILES_H
 
 #include <stdbool.h>
 
 /* Does @text begin with @with? */
-bool rf_opened_begins(const char *text, const char *with);
+bool rf_open_files_begins(const char *text, const char *with);
 
 /*
  * Call @look for each, with the link's text, cut at 63 bytes. It may close @fd. False: /proc
  * cannot be read, and it is called for none.
  */
-bool rf_opened_list(void (*look)(void *data, int fd, const char *target), void *data);
+bool rf_open_files_list(void (*look)(void *data, int fd, const char *target), void *data);
 
 /*
  * A file of /proc, open for a moment only: see rf_sys_transient(). The engine is entered, so that
@@ -25,6 +25,6 @@ int rf_transient_open(const char *path);
 void rf_transient_close(int fd);
 
 /* Close descriptors that look like another thread's transient ones: see rf_sys_transient(). */
-void rf_opened_close_transients(void);
+void rf_open_files_close_transients(void);
 
 #endif

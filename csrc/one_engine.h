@@ -11,8 +11,8 @@
  * engine goes on; exec() takes it away. Where the page cannot be had (the place is taken, or
  * beyond a small address space) a second engine is not noticed.
  */
-#ifndef RF_SECOND_H
-#define RF_SECOND_H
+#ifndef RF_ONE_ENGINE_H
+#define RF_ONE_ENGINE_H
 
 #include <stdint.h>
 
@@ -20,8 +20,8 @@
  * Become the one engine that runs, named by any address within it. 0, also if it is that
  * already; -EEXIST: *@other does.
  */
-int rf_second_claim(uintptr_t engine, uintptr_t *other);
-/* It does not run after all. */
-void rf_second_give_up(uintptr_t engine);
+int rf_one_engine_claim(uintptr_t engine, uintptr_t *other);
+/* The engine of that name does not run after all. */
+void rf_one_engine_give_up(uintptr_t engine);
 
 #endif

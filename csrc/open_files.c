@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-#include "opened.h"
+#include "open_files.h"
 #include "sys.h"
 
 #include <dirent.h>
@@ -12,12 +12,12 @@
 _Static_assert(offsetof(struct dirent, d_reclen) == 16 && offsetof(struct dirent, d_name) == 19,
 	       "struct dirent is not the one getdents64() fills");
 
-bool rf_opened_begins(const char *text, const char *with)
+bool rf_open_files_begins(const char *text, const char *with)
 {
 	return !strncmp(text, with, strlen(with));
 }
 
-bool rf_opened_list(void (*look)(void *data, int fd, const char *target), void *data)
+bool rf_open_files_list(void (*look)(void *data, int fd, const char *target), void *data)
 {
 	char path[sizeof(DIRECTORY) + 16] = DIRECTORY, target[64];
 	/* On the stack of signal handlers that fork, too. */
@@ -64,35 +64,11 @@ void rf_transient_close(int fd)
 static void close_if_of_proc(void *unused, int fd, const char *target)
 {
 	(void)unused;
-	if (rf_opened_begins(target, "/proc/") && rf_sys_is_signed(fd) > 0)
+	if (rf_open_files_begins(target, "/proc/") && rf_sys_is_signed(fd) > 0)
 		rf_sys_close(fd);
 }
 
-static void name_if_copying(void *data, int fd, const char *target)
+void rf_open_files_close_transients(void)
 {
-	char *name = data;
-
-	if (!*name && rf_opened_begins(target, "pipe:[") && rf_sys_is_copying_pipe(fd) > 0)
-		strcpy(name, target);
-}
-
-static void close_if_named(void *data, int fd, const char *target)
-{
-	if (!strcmp(target, data))
-		rf_sys_close(fd);
-}
-
-void rf_opened_close_transients(void)
-{
-	/* As long as @target in rf_opened_list(). */
-	char name[64];
-
-	rf_opened_list(close_if_of_proc, NULL);
-	/* Both ends of a pipe have its name. */
-	do {
-		*name = '\0';
-		rf_opened_list(name_if_copying, name);
-		if (*name)
-			rf_opened_list(close_if_named, name);
-	} while (*name);
+	rf_open_files_list(close_if_of_proc, NULL);
 }

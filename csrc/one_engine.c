@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-#include "second.h"
+#include "one_engine.h"
 #include "sys.h"
 
 #include <errno.h>
@@ -62,7 +62,7 @@ static struct meeting *meet(void)
 	return met;
 }
 
-int rf_second_claim(uintptr_t engine, uintptr_t *other)
+int rf_one_engine_claim(uintptr_t engine, uintptr_t *other)
 {
 	struct meeting *meeting = meet();
 
@@ -74,7 +74,7 @@ int rf_second_claim(uintptr_t engine, uintptr_t *other)
 	return *other == engine ? 0 : -EEXIST;
 }
 
-void rf_second_give_up(uintptr_t engine)
+void rf_one_engine_give_up(uintptr_t engine)
 {
 	struct meeting *meeting = meet();
 

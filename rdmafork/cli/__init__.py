@@ -90,7 +90,8 @@ def _run(arguments: Sequence[str]) -> int:
         return 2
     name, *rest = arguments
     if name == "help":
-        name, rest = (rest[0], ["--help"]) if rest else ("--help", [])
+        wanted = rest[:1] != ["help"] and rest
+        name, rest = (rest[0], ["--help"]) if wanted else ("--help", [])
     try:
         if name in COMMANDS:
             return _run_command(name, rest)

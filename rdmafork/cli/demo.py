@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import rdmafork
-from rdmafork import _pins
+from rdmafork import _huge_pages, _pins
 from rdmafork.cli import demo_screen, machine, terminal
-from rdmafork.cli.demo_promises import FORK_LIMIT, MODES, promises
+from rdmafork.cli.demo_checks import FORK_LIMIT, MODES, checks
 
 DESCRIPTION = """\
 Shows on one screen what rdmafork does on this machine. It needs no RDMA
@@ -35,7 +35,7 @@ writes the parent's pages.
 
 EPILOG = """\
 It needs about 2.2 times SIZE of memory, because the kernel copies all of it
-once; if there is less, it uses a smaller size. The part about huge pages needs
+once; with less memory it uses a smaller size. The part about huge pages needs
 some that are reserved and free. As root, if none are reserved, it reserves
 8 and releases them at the end.
 
@@ -186,8 +186,8 @@ def measure(asked: int, quick: bool, progress: terminal.Progress) -> Report:
     progress("timing registrations ...")
     report["register_close"] = clocks = _time_registrations(8 if quick else 20)
     report["fork"] = fork = {}
-    floor_ns: list[int] = []
-    with Worker() as floor:
+    baseline_ns: list[int] = []
+    with Worker() as baseline:
         for mode in MODES:
             if "unavailable" in clocks[mode]:
                 fork[mode] = clocks[mode]
@@ -195,19 +195,19 @@ def measure(asked: int, quick: bool, progress: terminal.Progress) -> Report:
             with Worker() as worker:
                 worker.ask("init", mode=mode)
                 fork[mode] = _measure_mode(
-                    report, mode, worker, floor, 100 if quick else 200, progress
+                    report, mode, worker, baseline, 100 if quick else 200, progress
                 )
-                floor_ns += fork[mode].pop("floor_ns")
+                baseline_ns += fork[mode].pop("baseline_each_ns")
                 if mode == report["default_mode"]:
                     progress("forking without rdmafork, which can take seconds ...")
                     fork["plain"] = _plain_forks(worker, report["pins_forbidden"] is None)
-        fork["floor"] = _summary(floor_ns) | {
-            "child_nbytes": floor.ask("child_memory", registered=False)
+        fork["baseline"] = _summary(baseline_ns) | {
+            "child_nbytes": baseline.ask("child_memory", registered=False)
         }
     progress("forking with the huge pages used up ...")
     report["huge_pages"] = _measure_huge(report)
-    report["promises"] = [promise._asdict() for promise in promises(report)]
-    report["ok"] = all(promise["verdict"] != "failed" for promise in report["promises"])
+    report["checks"] = [check._asdict() for check in checks(report)]
+    report["ok"] = all(check["verdict"] != "failed" for check in report["checks"])
     report["seconds"] = round(time.monotonic() - start, 1)
     return report
 
@@ -248,7 +248,7 @@ def _measure_mode(
     report: Report,
     mode: str,
     worker: Worker,
-    floor: Worker,
+    baseline: Worker,
     rounds: int,
     progress: terminal.Progress,
 ) -> dict[str, Any]:
@@ -256,20 +256,20 @@ def _measure_mode(
     _hold(report, worker)
     pin = report["pins_forbidden"] is None
     progress(f"{mode}: forking ...")
-    base: list[int] = floor.ask("fork", registered=False)
+    base: list[int] = baseline.ask("fork", registered=False)
     try:
-        own = _interleaved_forks(floor, worker, rounds, base)
+        own = _interleaved_forks(baseline, worker, rounds, base)
         return _summary(own) | {
-            "floor_ns": base,
-            "paired_ns": statistics.median(base),
-            "against_floor": statistics.median(own) / statistics.median(base),
+            "baseline_each_ns": base,
+            "baseline_ns": statistics.median(base),
+            "ratio": statistics.median(own) / statistics.median(base),
             "child_nbytes": worker.ask("child_memory", registered=True),
             "protected_by": worker.ask("protection"),
             "exchange": worker.ask("exchange", registered=True) if pin else None,
-            "edges": worker.ask("edges"),
+            "partial_pages": worker.ask("partial_pages"),
         }
     except (OSError, WorkerDied) as error:
-        return {"floor_ns": base, "error": _text(error)}
+        return {"baseline_each_ns": base, "error": _text(error)}
 
 
 def _hold(report: Report, worker: Worker) -> None:
@@ -293,19 +293,19 @@ def _hold(report: Report, worker: Worker) -> None:
     worker.ask("hold", nbytes=report["size"]["used"], pin=False)
 
 
-def _interleaved_forks(floor: Worker, worker: Worker, rounds: int, base: list[int]) -> list[int]:
+def _interleaved_forks(baseline: Worker, worker: Worker, rounds: int, base: list[int]) -> list[int]:
     """Forks without the pages (added to base) and with them registered, by turns.
 
     Both on one CPU, so that a busy machine slows both alike; and a ratio
     in doubt is looked at for longer.
     """
     cpu = max(os.sched_getaffinity(0))
-    for one in (floor, worker):
+    for one in (baseline, worker):
         one.ask("stay_on", cpu=cpu)
     own: list[int] = []
     for attempt in range(6):
         for _ in range(rounds):
-            base += floor.ask("fork", registered=False)
+            base += baseline.ask("fork", registered=False)
             own += worker.ask("fork", registered=True)
         in_doubt = FORK_LIMIT * (0.85 if attempt == 0 else 0.97)
         if statistics.median(own) < statistics.median(base) * in_doubt:
@@ -379,10 +379,11 @@ def _lock(fd: int, patience: float) -> None:
 
 def _measure_huge(report: Report) -> dict[str, Any]:
     kib = (machine.field("/proc/meminfo", "Hugepagesize") or "0").split()[0]
-    pool = f"/sys/kernel/mm/hugepages/hugepages-{kib}kB"
-    page, total = int(kib) << 10, machine.number(f"{pool}/nr_hugepages")
+    page = int(kib) << 10
     result: dict[str, Any] = {"page_size": page, "reserved_here": False}
-    if not page or total is None:
+    try:
+        total = _huge_pages.pool(page).total
+    except (OSError, ValueError):
         return result | {"skipped": "this kernel has no huge pages"}
     try:
         with contextlib.ExitStack() as stack:
@@ -393,7 +394,7 @@ def _measure_huge(report: Report) -> dict[str, Any]:
                     return result | {"skipped": f"{few} {text}"}
                 stack.enter_context(reserved_huge_pages(HUGE_POOL))
                 result["reserved_here"] = True
-            return result | _fork_with_huge(report, page, pool)
+            return result | _fork_with_huge(report, page)
     except BlockingIOError:
         text = f"another program, such as another demo, has locked {POOL}"
         return result | {"skipped": text}
@@ -403,10 +404,9 @@ def _measure_huge(report: Report) -> dict[str, Any]:
         return result | {"skipped": f"{text}. To see it: {how}"}
 
 
-def _fork_with_huge(report: Report, page: int, pool: str) -> dict[str, Any]:
-    total = machine.number(f"{pool}/nr_hugepages") or 0
-    free = machine.number(f"{pool}/free_hugepages") or 0
-    if free < total or machine.number(f"{pool}/resv_hugepages"):
+def _fork_with_huge(report: Report, page: int) -> dict[str, Any]:
+    total, free = _huge_pages.pool(page)
+    if free < total:
         # A demo must not use up pages that others may need next.
         text = f"other programs use some of the {total} huge pages, and could need the others"
         return {"skipped": text}

@@ -7,14 +7,14 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from rdmafork.cli.demo_promises import MODES, lost_pages
+from rdmafork.cli.demo_checks import MODES, lost_pages
 from rdmafork.cli.terminal import WIDTH, Paint, counted, durations, milliseconds, ratio, size
 
 Report = dict[str, Any]
 
 
 def render(report: Report, paint: Paint) -> str:
-    parts = (_head(report), _fork(report), _costs(report), _huge(report), _promises(report, paint))
+    parts = (_head(report), _fork(report), _costs(report), _huge(report), _checks(report, paint))
     blocks = []
     for part in parts:
         title, *lines = part
@@ -34,7 +34,9 @@ def _head(report: Report) -> Iterator[str]:
     elif kernel["copy_on_fork_trusted_from"] == "environment":
         what = f"This kernel {copies}; RDMAFORK_TRUST_COPYING=0 tells rdmafork not to rely on it."
     elif kernel["copy_on_fork"]:
-        what = f"This kernel {copies}, but before 5.19 it can lose one that is migrated meanwhile."
+        what = (
+            f"This kernel {copies}, but before 5.19 it can lose one that migrates during the fork."
+        )
     else:
         copies = copies.replace("copies", "does not reliably copy")
         what = f"This kernel {copies}: a device can then write to pages the parent no longer has."
@@ -44,7 +46,8 @@ def _head(report: Report) -> Iterator[str]:
     )
     yield from _wrap(what)
     if report["pins_forbidden"]:
-        no_pins = f"NO PINS: {report['pins_forbidden']}. Checks that need pinned pages are skipped."
+        why = report["pins_forbidden"]
+        no_pins = f"Nothing can be pinned: {why}. Checks that need pinned pages are skipped."
         yield from _wrap(no_pins)
 
 
@@ -56,23 +59,23 @@ def _fork(report: Report) -> Iterator[str]:
         yield from _wrap(f"Not {size(used['asked'])}: {used['why']}.", "  ")
     yield f"  {'':23}{'fork()':>10}{'without the memory':>20}{'ratio':>8}{'copied for child':>17}"
     rows = {
-        "without the memory": fork["floor"],
+        "without the memory": fork["baseline"],
         "without rdmafork": fork["plain"],
         "with rdmafork, lazy": fork["lazy"],
         "with rdmafork, eager": fork["eager"],
     }
-    floor = fork["floor"]["ns"]
+    baseline = fork["baseline"]["ns"]
     measured = [row for row in rows.values() if "ns" in row]
-    shown = durations([floor, *(row["ns"] for row in measured)])
+    shown = durations([baseline, *(row["ns"] for row in measured)])
     for name, row in rows.items():
         if "ns" not in row:
             yield f"  {name:23}{_first(row.get('error'), 'not available on this kernel'):>55}"
             continue
         # A mode's forks took turns with such without the memory.
-        paired = row.get("paired_ns", floor)
+        paired = row.get("baseline_ns", baseline)
         cells = [f"{shown(paired):>20}{ratio(row['ns'], paired):>8}", f"{'-':>20}{'-':>8}"]
         child = "unknown" if row["child_nbytes"] is None else size(row["child_nbytes"])
-        yield f"  {name:23}{shown(row['ns']):>10}{cells[row is fork['floor']]}{child:>17}"
+        yield f"  {name:23}{shown(row['ns']):>10}{cells[row is fork['baseline']]}{child:>17}"
         if lost := _lost(row.get("exchange")).strip():
             yield f"    {lost}"
 
@@ -157,23 +160,23 @@ def _lost(exchange: dict[str, int] | None) -> str:
 MARKS = {"ok": ("OK", "green"), "failed": ("FAILED", "red"), "not checked": ("-", "yellow")}
 
 
-def _promises(report: Report, paint: Paint) -> Iterator[str]:
+def _checks(report: Report, paint: Paint) -> Iterator[str]:
     yield "Checks, with this memory registered with rdmafork"
-    for promise in report["promises"]:
-        mark, colour = MARKS[promise["verdict"]]
-        seen = promise["seen"].strip() or "not checked"
-        line = f"{promise['text']:44}{seen}"
+    for check in report["checks"]:
+        mark, colour = MARKS[check["verdict"]]
+        seen = check["seen"].strip() or "not checked"
+        line = f"{check['text']:44}{seen}"
         if len(line) > WIDTH - 9:
-            line = f"\n{' ' * 9}".join(_wrap(f"{promise['text']}: {seen}", width=WIDTH - 9))
+            line = f"\n{' ' * 9}".join(_wrap(f"{check['text']}: {seen}", width=WIDTH - 9))
         yield f"  {paint(f'{mark:7}', colour)}{line}"
 
 
 def _verdict(report: Report, paint: Paint) -> str:
-    verdicts = [promise["verdict"] for promise in report["promises"]]
+    verdicts = [check["verdict"] for check in report["checks"]]
     seconds = f"{report['seconds']:.0f} s"
     if not report["ok"]:
         failed = counted(verdicts.count("failed"), "check")
         return paint(f"{failed} failed.", "red") + f" {seconds}"
     unchecked = verdicts.count("not checked")
-    tail = f"; {unchecked} could not be made" if unchecked else ""
+    tail = f"; {counted(unchecked, 'check')} could not run" if unchecked else ""
     return paint("All checks passed", "green") + f"{tail}. {seconds}"

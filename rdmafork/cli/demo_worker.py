@@ -26,7 +26,7 @@ from rdmafork import _clocks, _pins
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 HUGETLB: int = getattr(mmap, "MAP_HUGETLB", 0x40000)
 SAMPLES = 64  # pages that the device and the parent exchange bytes through
-EDGE = 100  # unregistered bytes at each end when edges are looked at
+EDGE = 100  # unregistered bytes at each end when partial pages are looked at
 
 
 def address_of(memory: mmap.mmap) -> int:
@@ -137,7 +137,7 @@ class Worker:
         with self._registered(registered):
             return exchange(self._pins, self._memory, mmap.PAGESIZE)
 
-    def edges(self) -> str:
+    def partial_pages(self) -> str:
         """What a child finds of its own bytes on the pages where registered ones begin and end."""
         memory = private_memory(64 * mmap.PAGESIZE)
         length = len(memory)
@@ -236,4 +236,7 @@ def main() -> None:
             reply = {"result": getattr(worker, request.pop("do"))(**request)}
         except OSError as error:
             reply = {"error": [error.errno, error.strerror or str(error)]}
-        print(json.dumps(reply), flush=True)
+        try:
+            print(json.dumps(reply), flush=True)
+        except BrokenPipeError:  # the demo has ended
+            os._exit(1)

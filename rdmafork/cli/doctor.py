@@ -120,7 +120,9 @@ def _merge(args: argparse.Namespace, paint: terminal.Paint) -> int:
     try:
         merged = doctor_merge.read(args.merge or ["-"])
     except (OSError, ValueError) as error:
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        text = str(error)
+        if isinstance(error, OSError):
+            text = f"{error.filename}: {terminal.why(error, str(error.filename))}"
         print(f"rdmafork doctor: {text}", file=sys.stderr)
         return 2
     # A missing answer is a check that could not be made.

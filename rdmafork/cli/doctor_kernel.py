@@ -33,7 +33,10 @@ def copying() -> Row:
         return ok(what, f"the kernel copies them: safe, but slow ({how})")
     cure = "call rdmafork.fork_init() first, or start programs with rdmafork exec"
     if info.copy_on_fork:
-        text = f"the kernel copies them, but before 5.19 it can lose a migrated one ({how})"
+        text = (
+            "the kernel copies them, but before 5.19 it can lose one that migrates during the "
+            f"fork ({how})"
+        )
         return warning(what, text, cure)
     text = f"the kernel does not copy them, so a program that forks can lose data ({how})"
     return warning(what, text, cure)
@@ -44,6 +47,8 @@ def engine() -> Row:
     what = "rdmafork"
     try:
         found = doctor_probe.ask("engine")
+    except doctor_probe.NotAsked as error:
+        return skipped(what, str(error.strerror))
     except OSError as error:
         return problem(what, f"cannot start: {error.strerror}")
     if not found["absent"]:

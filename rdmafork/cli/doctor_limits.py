@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import rdmafork
+from rdmafork import _huge_pages
 from rdmafork.cli import machine
 from rdmafork.cli.doctor_rows import Row, ok, problem, skipped, warning
 from rdmafork.cli.terminal import printable, size
@@ -105,24 +106,24 @@ def _mapped_users() -> str | None:
 def huge_pages() -> Iterator[Row]:
     none = True
     for nbytes in rdmafork.kernel_info().huge_page_sizes:
-        pool = f"/sys/kernel/mm/hugepages/hugepages-{nbytes >> 10}kB"
-        names = ("nr_hugepages", "free_hugepages", "resv_hugepages")
-        total, free, reserved = (machine.number(f"{pool}/{name}") or 0 for name in names)
-        if total:
-            none = False
-            yield _pool(nbytes, total, max(free - reserved, 0), pool)
+        with contextlib.suppress(OSError, ValueError):
+            pool = _huge_pages.pool(nbytes)
+            if pool.total:
+                none = False
+                yield _pool(nbytes, pool)
     if none:
         yield ok("huge pages", "none reserved (echo N > /proc/sys/vm/nr_hugepages)")
 
 
-def _pool(nbytes: int, total: int, free: int, path: str) -> Row:
-    what, text = "huge pages", f"{free} of {total} of {size(nbytes)} are free"
-    if free:
+def _pool(nbytes: int, pool: _huge_pages.Pool) -> Row:
+    what, text = "huge pages", f"{pool.free} of {pool.total} of {size(nbytes)} are free"
+    if pool.free:
         return ok(what, text)
     text += (
         ": fork() fails in a process that has pinned some without registering them with rdmafork"
     )
-    return warning(what, text, f"as root: echo {total + 8} > {path}/nr_hugepages")
+    knob = f"{_huge_pages.path(nbytes)}/nr_hugepages"
+    return warning(what, text, f"as root: echo {pool.total + 8} > {knob}")
 
 
 def transparent_huge_pages() -> Row:
@@ -149,8 +150,8 @@ def user_namespace() -> Row:
         return ok(what, "none: this is the host's")
     return warning(
         what,
-        f"a container's (uid_map {users}): its root cannot lift the limit of locked memory, "
-        f"and can open only the devices it was given",
+        f"this process runs in a container (uid_map {users}): its root cannot raise the limit of "
+        f"locked memory, and can open only the devices it was given",
         "raise memlock on the host, and pass the devices: --device=/dev/infiniband",
     )
 

@@ -76,7 +76,7 @@ def read(names: Iterable[str]) -> Merged:
         text = "not printed by rdmafork doctor --json, or cut"
         missing.append(f"{counted(broken, 'line')} could not be read ({text})")
     if not answers:
-        raise ValueError("; ".join(["there is no answer of rdmafork doctor --json", *missing]))
+        raise ValueError("; ".join(["no output of rdmafork doctor --json was found", *missing]))
     return Merged(_head(answers), _rows(answers), missing)
 
 
@@ -84,18 +84,17 @@ _MOST = 1 << 20  # ranks
 
 
 def _objects(name: str) -> Iterator[Any]:
-    """The document of a file, or that of each of its lines; None for a line that has none."""
+    """The documents of a file, or that of each of its lines; None for a line that has none."""
     if name == "-":
         data = sys.stdin.buffer.read()
     else:
         with open(name, "rb") as file:
             data = file.read()
     text = data.decode(errors="replace")
-    try:
-        yield json.loads(text)
+    documents = _documents(text)
+    if documents is not None:
+        yield from documents
         return
-    except (ValueError, RecursionError):
-        pass
     for line in text.splitlines():
         # Launchers can put a label before it: srun --label, mpirun --tag-output.
         _, brace, rest = line.partition("{")
@@ -104,6 +103,21 @@ def _objects(name: str) -> Iterator[Any]:
                 yield json.loads(brace + rest)
         except (ValueError, RecursionError):
             yield None
+
+
+def _documents(text: str) -> list[Any] | None:
+    """Those of a text that has nothing else, as of `cat node*.json`; else None."""
+    decoder, found, at = json.JSONDecoder(), [], 0
+    text = text.strip()
+    try:
+        while at < len(text):
+            document, at = decoder.raw_decode(text, at)
+            found.append(document)
+            while text[at : at + 1].isspace():
+                at += 1
+    except (ValueError, RecursionError):
+        return None
+    return found
 
 
 def _take(found: Any, answers: Answers, complete: set[Who]) -> None:
@@ -168,7 +182,8 @@ def _rows(answers: Answers) -> list[Row]:
         well = [item for item in common if item[0].status == OK]
         rows += [_told(row, those, answers) for row, those in well[:COMMON]]
         if len(well) > COMMON:
-            more = f"{counted(len(well) - COMMON, 'more answer')}, all of them OK"
+            number = len(well) - COMMON
+            more = f"{number} more {'check is' if number == 1 else 'checks are'} OK"
             rows.append(Row(OK, key[1], more))
         # Numbers may differ from rank to rank: the cure, and the ranks it is for, matter.
         troubles: dict[tuple[str, str | None], list[tuple[Row, list[Who]]]] = {}

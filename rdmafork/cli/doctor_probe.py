@@ -19,6 +19,10 @@ from typing import Any
 _CODE = "import sys; sys.path[:] = sys.argv[2:]; from rdmafork.cli.doctor_probe import main; main()"
 
 
+class NotAsked(OSError):
+    """The process could not be started: nothing is known, and the interpreter is the reason."""
+
+
 def ask(question: str) -> dict[str, Any]:
     """OSError: what the process met, or how it died; its strerror is fit to be shown."""
     environment = {
@@ -26,16 +30,20 @@ def ask(question: str) -> dict[str, Any]:
         for name, value in os.environ.items()
         if name not in ("RDMAFORK_EXEC", "RDMAFORK_REPORT")
     }
-    done = subprocess.run(
-        [sys.executable, "-c", _CODE, question, *sys.path],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=60,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CODE, question, *sys.path],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+            check=False,
+        )
+    except OSError as error:
+        text = f"{sys.executable} cannot be started to test it: {error.strerror}"
+        raise NotAsked(error.errno, text) from None
     try:
         answer = json.loads(done.stdout)
     except ValueError:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import re
 import sys
@@ -28,6 +29,7 @@ from rdmafork.cli.doctor_rows import Row, ok, problem, skipped, warning
 from rdmafork.cli.elf import Elf, NotElf
 from rdmafork.cli.terminal import counted, printable, size
 
+_ENDED = "the process has ended"
 MUCH = 64 << 20  # bytes copied at a fork() that are worth a warning: some 20 ms
 
 
@@ -55,24 +57,34 @@ class Process:
 
     def __init__(self, pid: int):
         self.pid = pid
-        self.directory: str = f"/proc/{pid}"
+        self.directory: str = f"/proc/{pid}"  #: of its first thread that has memory
         if pid <= 0 or not os.path.isdir(self.directory):
             if not os.path.exists("/proc/self"):
                 raise OSError(errno.ENOENT, "/proc is not mounted: mount -t proc proc /proc")
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
         with open(f"{self.directory}/comm", errors="surrogateescape") as file:
             self.name: str = printable(file.read().strip())
+        # The main thread may end before the others. It then has neither memory nor descriptors.
+        for task in (self.directory, *glob.glob(f"{self.directory}/task/*")):
+            if machine.field(f"{task}/status", "VmPin"):
+                self.directory = task
+                break
 
     def rows(self) -> Iterator[Row]:
+        pinned = self._status("VmPin")
+        if pinned is None:
+            yield skipped("memory", self._why_it_has_none())
+            return
         try:
             mappings = list(_mappings(f"{self.directory}/smaps"))
         except PermissionError:
             yield skipped("memory", "it cannot be read: permission denied", self._as_root())
             return
-        except ProcessLookupError:
-            yield skipped("memory", "the process has ended")
+        except (FileNotFoundError, ProcessLookupError):
+            mappings = []
+        if not mappings:
+            yield skipped("memory", _ENDED)
             return
-        pinned = self._status("VmPin")
         yield _marked(mappings)
         yield _pinned(pinned, self._limit("Max locked memory"))
         yield self._cost(pinned, mappings)
@@ -80,10 +92,14 @@ class Process:
         yield _libraries(mappings)
         yield self._devices(mappings)
 
-    def _status(self, name: str) -> int:
-        """Bytes; a kernel thread has none."""
+    def _status(self, name: str) -> int | None:
+        """Bytes. None: it has no memory."""
         kib = machine.field(f"{self.directory}/status", name)
-        return int(kib.split()[0]) << 10 if kib else 0
+        return int(kib.split()[0]) << 10 if kib else None
+
+    def _why_it_has_none(self) -> str:
+        state = machine.field(f"{self.directory}/status", "State")
+        return _ENDED if not state or state[0] in "ZX" else "a kernel thread has none"
 
     def _limit(self, name: str) -> str:
         with contextlib.suppress(OSError), open(f"{self.directory}/limits") as file:
@@ -117,7 +133,7 @@ class Process:
         with self._elf(engine.path) as elf:
             symbol, nbytes = elf.address_of("rf_registered_bytes"), elf.machine.bits // 8
         if symbol is None:
-            raise NotElf("it runs a version of rdmafork that does not say")
+            raise NotElf("its version of rdmafork does not report this")
         with open(f"{self.directory}/mem", "rb", buffering=0) as memory:
 
             def read(at: int, count: int) -> int:
@@ -134,7 +150,7 @@ class Process:
         try:
             fds = os.listdir(f"{self.directory}/fd")
         except OSError as error:
-            return skipped(what, f"its descriptors cannot be read: {error.strerror}")
+            return skipped(what, f"cannot read its descriptors: {error.strerror}")
         found = set()
         for fd in fds:
             with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ from typing import Any
 
 import rdmafork
 from rdmafork.cli import doctor_probe
-from rdmafork.cli.doctor_rows import Row, ok, problem, warning
+from rdmafork.cli.doctor_rows import Row, ok, problem, skipped, warning
 from rdmafork.cli.elf import Elf, NotElf
 from rdmafork.cli.terminal import printable
 
@@ -26,6 +26,8 @@ RANGES = {"ibv_dontfork_range", "ibv_dofork_range"}
 def libraries() -> Iterator[Row]:
     try:
         found = doctor_probe.ask("libibverbs")
+    except doctor_probe.NotAsked as error:
+        yield skipped("libibverbs", str(error.strerror))
     except OSError as error:
         # No matter where there is nothing to use it for.
         tell = problem if _kernel_devices() else warning
@@ -63,7 +65,7 @@ def fork_support(found: dict[str, Any]) -> Row:
         return ok(what, f"{text}: safe, but every fork() copies all pinned memory")
     return warning(
         what,
-        f"{text}. Before Linux 5.19 a page that is migrated meanwhile is lost all the same",
+        f"{text}. Before Linux 5.19 it can still lose a page that migrates during the fork",
         "rdmafork.fork_init(), or rdmafork exec",
     )
 
@@ -153,8 +155,8 @@ def fork_safe() -> Iterator[Row]:
         if value == "0":
             yield warning(
                 what,
-                "requests protection from rdmafork and libibverbs before rdma-core 40, but not "
-                "from later libibverbs or librdmacm",
+                "switches protection on in rdmafork and in libibverbs before rdma-core 40; later "
+                "libibverbs and librdmacm ignore it",
                 f"unset {name} for no protection, {name}=1 for protection",
             )
         elif rdmafork.kernel_info().copy_on_fork_trusted:
@@ -165,7 +167,7 @@ def fork_safe() -> Iterator[Row]:
                 f"unset {name}; rdmafork.fork_init() and rdmafork exec need no variable",
             )
         else:
-            yield ok(what, "requests protection from libibverbs and rdmafork")
+            yield ok(what, "switches protection on in libibverbs and rdmafork")
 
 
 def huge_pages_safe() -> Iterator[Row]:

@@ -7,6 +7,7 @@ streams and its exit status are the program's own.
     RDMAFORK_EXEC     1: the engine starts by itself, and answers for libibverbs
     RDMAFORK_MODE, RDMAFORK_REPORT, RDMAFORK_TRACE_FORKS, RDMAFORK_KEEP_DEVICES   the options
     RDMAFORK_RANK     the launcher's rank
+    RDMAFORK_PID      the process that it becomes, whose parent writes no report
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ Every process that ends by exit(), or by returning from main(), writes a report,
 forked children too. A process that ends by a signal or by _exit(), as dash and
 the workers of Python's multiprocessing do, writes none.
 Under a launcher, put rdmafork exec before the program, as above. Before the
-launcher it would know no rank, and all processes would write into one file.
+launcher it would not know the ranks, and all would write into one file.
 
 Memory that is pinned without calls of a libibverbs.so is not protected: for
 example by a libibverbs that is linked statically, or by io_uring. The report
-says how much that is.
+says how much that is at least.
 
 It refuses programs into which no library can be preloaded: static, set-uid and
 set-gid programs, those with file capabilities, and those for another processor
@@ -113,10 +114,10 @@ def run(args: argparse.Namespace) -> int:
         path = check(command, environ)
     except Refused as refused:
         return _fail(rank, str(refused), refused.status)
-    if rank is None and os.path.basename(command[0]) in launchers.PROGRAMS:
-        name = os.path.basename(command[0])
+    if rank is None and (name := launchers.launcher(command)):
         text = f"{name} launches other processes; put rdmafork exec after it, before the program."
-        _say(rank, f"{text} Here it knows no rank, and all processes write into one report")
+        text += " Before the launcher it does not know the ranks"
+        _say(rank, f"{text}, and all processes write into one report")
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
@@ -147,6 +148,7 @@ def _environment(args: argparse.Namespace, rank: launchers.Rank | None) -> dict[
         environ["RDMAFORK_MODE"] = _mode(args.mode)
     if args.report:
         environ["RDMAFORK_REPORT"] = _report(args.report, rank)
+        environ["RDMAFORK_PID"] = str(os.getpid())
     if args.trace_forks:
         environ["RDMAFORK_TRACE_FORKS"] = "1"
         startup = os.path.join(os.path.dirname(rdmafork.__file__), "startup")
@@ -156,8 +158,7 @@ def _environment(args: argparse.Namespace, rank: launchers.Rank | None) -> dict[
         environ["RDMAFORK_KEEP_DEVICES"] = "1"
     if rank:
         environ["RDMAFORK_RANK"] = str(rank.rank)
-    if rank and rank.launcher == "Open MPI":
-        # It would warn of what is safe here.
+        # Open MPI would warn of what is safe here. It may be inside Slurm, PMIx or torchrun.
         environ.setdefault("OMPI_MCA_mpi_warn_on_fork", "0")
     if not rdmafork.kernel_info().copy_on_fork_trusted:
         # A libibverbs that cannot be intercepted then protects by itself. Not where copying is
@@ -214,11 +215,12 @@ def _for_this_c_library(path: str) -> str:
 def _mode(mode: str) -> str:
     info = rdmafork.kernel_info()
     if mode == "lazy" and not info.copy_on_fork_trusted:
-        text = "mode lazy relies on a kernel whose copies of pinned pages at fork can be trusted"
-        why = f"and those of {info.release} cannot"
+        text = "mode lazy needs a kernel that loses no pinned pages at fork, as Linux 5.19 and "
+        text += "later"
+        why = f"{info.release} may lose them"
         if info.copy_on_fork_trusted_from == "environment":
-            why = "and RDMAFORK_TRUST_COPYING=0 says that this one's are not"
-        raise Refused(FAILED, f"{text}, {why}: use --mode eager")
+            why = "RDMAFORK_TRUST_COPYING=0 is set"
+        raise Refused(FAILED, f"{text}; {why}: use --mode eager")
     return mode
 
 

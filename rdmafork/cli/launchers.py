@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -33,10 +33,30 @@ _LAUNCHERS = (
 )
 
 
-# What launches ranks.
-PROGRAMS = frozenset(
-    ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "srun", "torchrun")
+# What launches ranks. Debian's have the name of their MPI, too.
+_PROGRAMS = frozenset(
+    (
+        *("mpirun", "mpiexec", "orterun", "prterun", "prun"),
+        *("srun", "aprun", "jsrun", "ibrun"),
+        *("torchrun", "accelerate", "deepspeed", "horovodrun"),
+        *(f"mpirun.{mpi}" for mpi in ("openmpi", "mpich", "hydra")),
+        *(f"mpiexec.{mpi}" for mpi in ("openmpi", "mpich", "hydra")),
+    )
 )
+# What starts the program that its arguments name.
+_WRAPPERS = frozenset(
+    (
+        *("env", "timeout", "time", "nohup", "setsid", "stdbuf"),
+        *("nice", "ionice", "chrt", "taskset", "numactl"),
+    )
+)
+
+
+def launcher(command: Sequence[str]) -> str | None:
+    """The launcher that a command starts, itself or through a wrapper; None: it starts none."""
+    names = [os.path.basename(word) for word in command]
+    names = names if names[0] in _WRAPPERS else names[:1]
+    return next((name for name in names if name in _PROGRAMS), None)
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Rank | None:

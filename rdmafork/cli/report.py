@@ -33,7 +33,9 @@ columns:
              trusted, see `rdmafork doctor`
 
 A process that ended by a signal or by _exit(), as dash and the workers of
-Python's multiprocessing do, wrote no report.
+Python's multiprocessing do, wrote no report, nor did a program that another
+one replaced by exec(). Notes below the table say how many are missing, as far
+as the others' reports tell. That is not an error.
 
 Exit status: 0 no errors; 1 a process met an error, the fork support of a
 library could not be intercepted, or a line could not be read; 2 no reports.
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             for found in report_lines.read(name):
                 broken.append(found) if isinstance(found, Broken) else processes.append(found)
         except OSError as error:
-            broken.append(Broken(name, None, error.strerror or str(error)))
+            broken.append(Broken(name, None, terminal.why(error, name)))
     processes = report_lines.outliers_first(processes)
     if args.json:
         print(json.dumps(_document(processes, broken), indent=2))
@@ -84,11 +86,10 @@ def run(args: argparse.Namespace) -> int:
         _tell(broken)
         paint = terminal.Paint(sys.stdout, args.color)
         shown = processes if args.all else processes[:SHOWN]
-        if not processes and not broken:
-            print("rdmafork report: no process has written a report yet", file=sys.stderr)
-        elif processes:
+        if processes:
             print("\n".join(_screen(processes, shown, paint)))
     if not processes:
+        print(f"rdmafork report: no reports: {report_lines.WHY}", file=sys.stderr)
         return 2
     return 1 if broken or any(process.troubles for process in processes) else 0
 
@@ -98,6 +99,7 @@ def _document(processes: list[Process], broken: list[Broken]) -> dict[str, Any]:
         "totals": _totals(processes)._asdict(),
         "processes": [{**p.line, "troubles": p.troubles} for p in processes],
         "fork_callers": dict(report_lines.fork_callers(processes)),
+        "notes": list(report_lines.notes(processes)),
         "broken": [found._asdict() for found in broken],
     }
 
@@ -133,6 +135,8 @@ def _screen(processes: list[Process], shown: list[Process], paint: terminal.Pain
         yield f"... and {len(processes) - len(shown):,} more; --all shows them"
     yield ""
     yield from terminal.wrap(_sentence(_totals(processes)))
+    for note in report_lines.notes(processes):
+        yield from terminal.wrap(f"Note: {note}.")
     yield from _callers(processes, paint)
     yield from _looks(processes, paint)
 
@@ -158,13 +162,15 @@ def _line(cells: Iterable[str], widths: list[int]) -> str:
 
 
 def _sentence(totals: Totals) -> str:
-    each = totals.handler_ns / totals.forks if totals.forks else 0
+    forks = terminal.counted(totals.forks, "fork")
+    if totals.forks:
+        each = terminal.milliseconds(totals.handler_ns / totals.forks)
+        forks += f" with {each} in handlers each"
     return (
         f"{terminal.counted(totals.processes, 'process')} on "
         f"{terminal.counted(totals.hosts, 'host')}: "
-        f"{terminal.counted(totals.registrations, 'registration')}, "
-        f"{terminal.counted(totals.forks, 'fork')} with {terminal.milliseconds(each)} in handlers "
-        f"each; {terminal.size(totals.marked_bytes)} marked: not inherited, not copied; "
+        f"{terminal.counted(totals.registrations, 'registration')}, {forks}; "
+        f"{terminal.size(totals.marked_bytes)} marked: not inherited, not copied; "
         f"{terminal.size(totals.unmarked_bytes)} unmarked: copied by the kernel."
     )
 

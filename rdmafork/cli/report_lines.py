@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -32,6 +33,9 @@ class Process(NamedTuple):
 
     host: str
     pid: int
+    ppid: int  #: as it began
+    exec_pid: int  #: the process that rdmafork exec became; 0 where that is not known
+    forked: bool  #: and has called no exec() since
     rank: int | None
     program: str
     mode: str
@@ -83,6 +87,9 @@ def _process(line: dict[str, Any]) -> Process:
     return Process(
         host=str(line["host"]),
         pid=_number(line["pid"]),
+        ppid=_part(line, "ppid", "pid"),
+        exec_pid=_number(line.get("exec_pid") or 0),
+        forked=bool(line.get("forked")),
         rank=None if rank is None else _number(rank),
         program=os.path.basename(str(line.get("program") or "?")),
         mode=str(line.get("mode")),
@@ -139,8 +146,7 @@ def _part(line: dict[str, Any], name: str, part: str) -> int:
 def _pinned_elsewhere(line: dict[str, Any]) -> int:
     """Bytes pinned without a call that arrived; 0 where a library is known to be the reason."""
     refused = any(library["how"] == "refused" for library in line.get("libraries") or ())
-    known = refused or line.get("pinned_elsewhere") is None
-    return 0 if known else _part(line, "pinned_elsewhere", "max")
+    return 0 if refused else _part(line, "pinned_elsewhere", "max")
 
 
 def _troubles(line: dict[str, Any]) -> Iterator[str]:
@@ -155,12 +161,13 @@ def _troubles(line: dict[str, Any]) -> Iterator[str]:
     if nbytes := _pinned_elsewhere(line):
         kernel = line.get("kernel") or {}
         does = "copies" if kernel.get("copy_trusted") else "may lose"
-        pinned = f"{terminal.size(nbytes)} pinned by something that does not call libibverbs"
-        yield f"{pinned}; fork() {does} the private part of it"
-    elif line.get("pinned_elsewhere", 0) is None:
+        pinned = f"at least {terminal.size(nbytes)} pinned by something"
+        yield f"{pinned} that does not call libibverbs; fork() {does} the private part of it"
+    if unread := _part(line, "pinned_elsewhere", "unread"):
+        looks = f"{terminal.counted(unread, 'time')}, at forks or at the exit"
         yield (
-            "/proc could not be read: how much is pinned is not known, and forked children may "
-            "keep the parent's queues and its /dev/infiniband/rdma_cm"
+            f"/proc could not be read, {looks}, so the report cannot say how much was pinned then; "
+            "forked children may keep the parent's queues and its /dev/infiniband/rdma_cm"
         )
     if _part(line, "device_without_libibverbs", "total"):
         yield "a device was open and no libibverbs was found: what it registered is not protected"
@@ -221,3 +228,78 @@ def troubles(processes: Iterable[Process]) -> list[tuple[str, list[Process]]]:
         for text in process.troubles:
             found.setdefault(text, []).append(process)
     return sorted(found.items(), key=lambda item: -len(item[1]))
+
+
+# ---- what no line says ------------------------------------------------------------------
+
+
+class _Family(NamedTuple):
+    pid: int
+    lines: list[Process]  #: of that pid; none, or several where it was used again
+    children: list[Process]
+
+    @property
+    def forks(self) -> int:
+        return sum(process.forks for process in self.lines)
+
+    @property
+    def forked(self) -> int:
+        return sum(child.forked for child in self.children)
+
+    @property
+    def missing(self) -> int:
+        """Forks without a child's line; at least so many, as children are not only forked."""
+        return max(0, self.forks - len(self.children))
+
+    @property
+    def had_another_program(self) -> bool:
+        """Without an engine, or as it ended inside the engine, its forks were not counted."""
+        counted = all(p.mode != "None" and not p.line.get("errors") for p in self.lines)
+        return bool(self.lines) and counted and self.forked > self.forks
+
+
+def notes(processes: Iterable[Process]) -> Iterator[str]:
+    """Reports that are missing, as far as the others tell. That is no trouble of the programs."""
+    families = _families(processes)
+    if silent := [family for family in families if not family.lines]:
+        children = sum(len(family.children) for family in silent)
+        wrote = "wrote no report, and" if len(silent) == 1 else "wrote no reports, and"
+        yield f"{_who(silent)} {wrote} {_children(children)} did; {WHY}"
+    if missing := [family for family in families if family.missing]:
+        count, forks = (sum(getattr(f, n) for f in missing) for n in ("missing", "forks"))
+        least = "at least " if any(f.forked < len(f.children) for f in missing) else ""
+        yield (
+            f"{_who(missing)} forked {terminal.counted(forks, 'time')}; {least}"
+            f"{_children(count)} wrote no report: {WHY}"
+        )
+    if earlier := [family for family in families if family.had_another_program]:
+        yield (
+            f"{_who(earlier)} forked less often than forked children wrote reports: exec() has "
+            "replaced the program that forked them, which wrote none, or clone() made them"
+        )
+
+
+WHY = "exec(), _exit() or a signal ends a program without one, and others may still run"
+
+
+def _families(processes: Iterable[Process]) -> list[_Family]:
+    found: dict[tuple[str, int], _Family] = {}
+    for process in processes:
+        key = (process.host, process.pid)
+        found.setdefault(key, _Family(process.pid, [], [])).lines.append(process)
+    for process in list(itertools.chain.from_iterable(f.lines for f in found.values())):
+        key = (process.host, process.ppid)
+        # The parent of the process that exec became is a shell or a launcher, and init is nobody's.
+        if key in found or (process.ppid > 1 and process.exec_pid not in (0, process.pid)):
+            found.setdefault(key, _Family(process.ppid, [], [])).children.append(process)
+    return list(found.values())
+
+
+def _who(families: list[_Family]) -> str:
+    pids = ", ".join(str(family.pid) for family in families[:5])
+    more = f" and {len(families) - 5:,} more" if len(families) > 5 else ""
+    return f"process {pids}{more}" if len(families) == 1 else f"processes {pids}{more}"
+
+
+def _children(count: int) -> str:
+    return "1 child" if count == 1 else f"{count:,} children"

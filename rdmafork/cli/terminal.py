@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import math
 import os
 import re
@@ -98,6 +99,14 @@ def parse_size(text: str) -> int:
     if not 1 <= nbytes < 1 << 63:
         raise ValueError(f"{text!r} is not a size such as 512MiB or 1GiB")
     return int(nbytes)
+
+
+def why(error: OSError, name: str) -> str:
+    """Why a file cannot be opened. A missing directory is told as one."""
+    directory = os.path.dirname(name)
+    if error.errno == errno.ENOENT and directory and not os.path.isdir(directory):
+        return f"there is no directory {directory}"
+    return error.strerror or str(error)
 
 
 def counted(count: int, noun: str) -> str:

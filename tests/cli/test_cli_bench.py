@@ -1,6 +1,7 @@
 """rdmafork bench runs what it is asked to, and writes what it measured."""
 
 import json
+import re
 
 import pytest
 from test_cli import command
@@ -38,6 +39,12 @@ def test_json_alone_is_all_that_is_printed():
     assert "import_time: " in done.stderr  # how far it is
 
 
+def test_a_missing_directory_is_told_before_it_measures():
+    done = command("bench", "--json", "/no/dir/x.json", "registration")
+    said = "rdmafork bench: /no/dir/x.json: there is no directory /no/dir\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 def test_one_that_fails_does_not_stop_the_others(monkeypatch, capsys):
     ran = []
 
@@ -49,8 +56,8 @@ def test_one_that_fails_does_not_stop_the_others(monkeypatch, capsys):
     assert main(["bench", "threads", "scale"]) == 1
     assert ran == ["threads", "scale"]
     assert capsys.readouterr().err.splitlines() == [
-        "threads failed: rdmafork lazy, at sample(): SIGSEGV",
-        "scale failed: rdmafork lazy, at sample(): SIGSEGV",
+        "rdmafork bench: threads failed: rdmafork lazy, at sample(): SIGSEGV",
+        "rdmafork bench: scale failed: rdmafork lazy, at sample(): SIGSEGV",
     ]
 
 
@@ -66,7 +73,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_measurement(
     file.write_text("kept")
     assert main(["bench", "threads", option, where.format(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("[Errno ") and line.endswith(f"{where.format(file)!r}")
+    named = where.format(file) or "''"
+    assert re.fullmatch(f"rdmafork bench: {named}: (Not a directory|No such .*|File exists)", line)
     assert file.read_text() == "kept"
 
 

@@ -11,21 +11,24 @@ from pathlib import Path
 
 import pytest
 from conftest import (
+    MADV_DONTFORK,
+    PAGE,
     TIMEOUT,
     compile_c,
     environment,
     fork_once,
     libc,
+    madvise,
     needs_pins,
     private_map,
     run,
     shared_map,
 )
-from refused import refuse
+from seccomp import refuse
 from sysfs import a_tree, an_open_tmp_path, as_nobody, forbid, port, vendors
 
 import rdmafork
-from rdmafork import _clocks, _pins
+from rdmafork import _clocks, _huge_pages, _pins
 from rdmafork.cli import doctor as doctor_command
 from rdmafork.cli import doctor_kernel, doctor_limits, doctor_process, doctor_rdma, machine, main
 from rdmafork.cli.doctor_process import Mapping
@@ -107,8 +110,8 @@ def test_every_row_has_its_evidence_and_each_trouble_its_cure():
         (True, "version", "ok", "safe, but slow"),
         (True, "probe", "ok", "treats pages as Linux 5.19 does"),
         (False, "environment", "ok", "RDMAFORK_TRUST_COPYING=0"),
-        (False, "probe", "warning", "before 5.19 it can lose a migrated one"),
-        (False, "version", "warning", "before 5.19 it can lose a migrated one"),
+        (False, "probe", "warning", "before 5.19 it can lose one that migrates"),
+        (False, "version", "warning", "before 5.19 it can lose one that migrates"),
     ],
 )
 def test_how_its_copying_is_known_is_told(monkeypatch, trusted, known_from, status, words):
@@ -300,11 +303,22 @@ def machine_is_lazy():
 
 def test_the_pool_of_huge_pages_is_used_up(monkeypatch):
     numbers = {"nr_hugepages": 8, "free_hugepages": 4, "resv_hugepages": 4}
-    monkeypatch.setattr(machine, "number", lambda path: numbers[os.path.basename(path)])
+    monkeypatch.setattr(_huge_pages, "_number", lambda path: numbers[os.path.basename(path)])
     for row in doctor_limits.huge_pages():
         expect(row._asdict(), "warning", "0 of 8 of", "nr_hugepages")
     numbers["resv_hugepages"] = 0
     assert {row.status for row in doctor_limits.huge_pages()} <= {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "left"),
+    [(8, 3, 5), (0, 2**64 - 8, 0), (6, 2**64 - 2, 6), (2, 6, 0), (8, 2**64 - 4, 0)],
+)
+def test_the_counters_of_a_pool_wrap(monkeypatch, free, reserved, left):
+    """Seen on Linux 6.18 after the end of processes that had pinned huge pages."""
+    numbers = {"nr_hugepages": 8, "free_hugepages": free, "resv_hugepages": reserved}
+    monkeypatch.setattr(_huge_pages, "_number", lambda path: numbers[os.path.basename(path)])
+    assert _huge_pages.pool(2 << 20) == (8, left)
 
 
 @pytest.mark.parametrize(("used", "status"), [(100 << 20, "ok"), (200 << 20, "warning")])
@@ -407,7 +421,7 @@ def said(capsys, monkeypatch, **env):
     return {row.what: row for row in doctor_rdma.variables()}
 
 
-def test_the_trap_of_zero(capsys, monkeypatch):
+def test_RDMAV_FORK_SAFE_0_is_warned_of(capsys, monkeypatch):
     found = said(capsys, monkeypatch, RDMAV_FORK_SAFE="0", RDMAV_HUGEPAGES_SAFE="0")
     expect(found["RDMAV_FORK_SAFE=0"]._asdict(), "warning", "before rdma-core 40", "unset")
     expect(
@@ -567,6 +581,14 @@ def mapping(mib, flags="", shared=False, path="", resident=None):
     return Mapping(mib << 20, resident << 20, shared, frozenset(flags.split()), path)
 
 
+def test_a_mapping_is_as_resident_as_its_pages():
+    memory, address = private_map(16 * PAGE)
+    madvise(address, 16 * PAGE, MADV_DONTFORK)  # so that it is not one with its neighbours
+    memory[: 3 * PAGE] = bytes(3 * PAGE)
+    (found,) = (m for m in doctor_process._mappings("/proc/self/smaps") if m.start == address)
+    assert (found.nbytes, found.resident, found.shared) == (16 * PAGE, 3 * PAGE, False)
+
+
 @pytest.mark.parametrize(
     ("pinned", "mappings", "status", "words"),
     [
@@ -671,6 +693,16 @@ def test_a_check_that_could_not_be_made_is_a_failure_to_look(process, options):
     assert as_nobody(lambda: main(["doctor", f"--pid={pid}", *options])) == 2
 
 
+def test_an_interpreter_that_cannot_be_started_is_no_problem_of_libraries(monkeypatch, tmp_path):
+    """As of another user's Python below /root."""
+    (tmp_path / "python").touch(mode=0o600)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    found = {row.what: row for row in [doctor_kernel.engine(), *doctor_rdma.libraries()]}
+    for what in ("rdmafork", "libibverbs"):
+        text = f"{sys.executable} cannot be started to test it: Permission denied"
+        assert found[what] == skipped(what, text)
+
+
 def test_a_problem_counts_more_than_a_check_that_could_not_be_made(monkeypatch, capsys):
     found = [skipped("memory", "may not be read"), ok("kernel", "fine")]
     monkeypatch.setattr(doctor_command, "SECTIONS", (("Here", lambda: found),))
@@ -686,6 +718,47 @@ def test_a_process_that_is_not_there(capsys):
     for pid in (beyond, 0, -1):
         assert main(["doctor", f"--pid={pid}"]) == 2
         assert "No such process" in capsys.readouterr().err
+
+
+def test_a_process_without_memory_was_not_looked_at(capsys):
+    zombie = os.fork()
+    if not zombie:
+        os._exit(0)
+    try:
+        os.waitid(os.P_PID, zombie, os.WEXITED | os.WNOWAIT)
+        assert main(["doctor", f"--pid={zombie}"]) == 2
+        assert "memory: the process has ended" in capsys.readouterr().out
+    finally:
+        os.waitpid(zombie, 0)
+    if machine.field("/proc/2/status", "PPid") == "0" and not machine.field(
+        "/proc/2/status", "VmPin"
+    ):  # a container may show another process here, or none
+        assert main(["doctor", "--pid=2"]) == 2
+        assert "memory: a kernel thread has none" in capsys.readouterr().out
+
+
+@needs_pins
+def test_a_process_whose_main_thread_has_ended_is_looked_at():
+    source = """if True:
+        import ctypes, platform, threading
+        from rdmafork import _pins
+        pins = _pins.Pins(bytearray(8 << 20))
+        main = threading.main_thread().native_id
+        def last():
+            while "Z" not in open(f"/proc/self/task/{main}/stat").read():
+                pass
+            input(print("ready"))
+        threading.Thread(target=last).start()
+        exit = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # of the thread alone
+        ctypes.CDLL(None).syscall(exit, 0)
+    """
+    command = [sys.executable, "-uc", source]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        found = {row.what: row for row in doctor_process.Process(process.pid).rows()}
+        process.kill()
+    assert "8 MiB" in found["pinned pages"].evidence
+    assert "librdmafork.so" in found["libraries"].evidence
 
 
 def test_any_bytes_may_be_the_name_of_a_process():

@@ -67,7 +67,7 @@ def test_numbers_that_differ_do_not_make_a_row_for_each_rank(tmp_path):
     assert [row.evidence for row in found.rows] == ["0 MiB are free (and 3 answers like it)"]
     well = [ok("/dev/shm", f"{n} GiB are free") for n in range(9)]
     found = merged(tmp_path, *(printed(rank, row, size=9) for rank, row in enumerate(well)))
-    assert [row.evidence for row in found.rows][3:] == ["6 more answers, all of them OK"]
+    assert [row.evidence for row in found.rows][3:] == ["6 more checks are OK"]
 
 
 def test_two_rows_of_one_name_are_two(tmp_path):
@@ -121,6 +121,8 @@ def test_documents_of_hosts_without_ranks_are_merged(tmp_path):
     done = merge(str(tmp_path / "node1.json"), str(tmp_path / "node2.json"))
     assert done.stdout.startswith("2 hosts: all agree\n")
     assert max(map(len, done.stdout.splitlines())) <= 80
+    both = "".join((tmp_path / f"{host}.json").read_text() for host in ("node1", "node2"))
+    assert merge(input=both).stdout == done.stdout  # cat *.json | rdmafork doctor --merge
     as_json = json.loads(merge(str(tmp_path / "node1.json"), "--json").stdout)
     assert as_json["summary"] == "1 host" and as_json["counts"] == document["counts"]
 
@@ -141,14 +143,19 @@ def test_a_file_without_answers_ends_in_a_sentence(text, tmp_path):
     file.write_bytes(text.encode(errors="surrogateescape"))
     done = merge(str(file))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("rdmafork doctor: there is no answer of rdmafork doctor --json")
+    assert done.stderr.startswith("rdmafork doctor: no output of rdmafork doctor --json was found")
 
 
-def test_a_missing_file_is_told():
+def test_a_missing_file_is_told(tmp_path):
+    done = merge(str(tmp_path / "file"))
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"rdmafork doctor: {tmp_path}/file: No such file or directory\n",
+    )
     done = merge("/no/such/file")
     assert (done.returncode, done.stderr) == (
         2,
-        "rdmafork doctor: /no/such/file: No such file or directory\n",
+        "rdmafork doctor: /no/such/file: there is no directory /no/such\n",
     )
     assert "exclude each other" in merge("--pid", "1").stderr
 

@@ -77,23 +77,37 @@ def test_the_program_sees_only_the_promised_environment():
     assert under == without
 
 
-def test_before_a_launcher_it_says_where_it_belongs(tmp_path):
-    launcher = tmp_path / "mpirun"
+@pytest.mark.parametrize("name", ["mpirun", "mpiexec.hydra", "mpirun.openmpi", "accelerate"])
+@pytest.mark.parametrize("wrapper", [(), ("env", "X=1"), ("timeout", "-s", "KILL", "60")])
+def test_before_a_launcher_it_says_where_it_belongs(tmp_path, name, wrapper):
+    launcher = tmp_path / name
     launcher.write_text("#!/bin/sh\necho launched\n")
     launcher.chmod(0o755)
-    done = execute("--", str(launcher))
+    done = execute("--", *wrapper, str(launcher))
     assert (done.returncode, done.stdout) == (0, "launched\n")
     said = " ".join(done.stderr.split())
     assert said.startswith(
-        "rdmafork exec: mpirun launches other processes; put rdmafork exec after"
+        f"rdmafork exec: {name} launches other processes; put rdmafork exec after"
     )
     # As a rank of another launcher it is where it belongs.
     rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
-    assert not execute("--", str(launcher), env=rank).stderr
+    assert not execute("--", *wrapper, str(launcher), env=rank).stderr
 
 
-def test_a_rank_of_open_mpi_does_not_warn_of_forks():
-    rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+def test_a_program_with_the_name_of_a_launcher_among_its_arguments_is_none():
+    assert execute("--", "echo", "mpirun").stderr == ""
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.1"},
+        {"RANK": "1", "TORCHELASTIC_RUN_ID": "none", "OMPI_COMM_WORLD_RANK": "0"},
+    ],
+    ids=["mpirun", "srun", "torchrun in mpirun"],
+)
+def test_a_rank_of_open_mpi_does_not_warn_of_forks(rank):
     assert seen(env=rank)["environ"]["OMPI_MCA_mpi_warn_on_fork"] == "0"
     asked = rank | {"OMPI_MCA_mpi_warn_on_fork": "1"}
     assert seen(env=asked)["environ"]["OMPI_MCA_mpi_warn_on_fork"] == "1"
@@ -152,13 +166,15 @@ def test_options_are_variables(tmp_path):
             "PYTHONPATH": str(Path(rdmafork.__file__).parent.parent),
             "RDMAFORK_TRUST_COPYING": None,
         },
-    )["environ"]  # fmt: skip
-    assert {name: value for name, value in under.items() if name.startswith("RDMAFORK_")} == {
+    )  # fmt: skip
+    environ = under["environ"]
+    assert {name: value for name, value in environ.items() if name.startswith("RDMAFORK_")} == {
         "RDMAFORK_EXEC": "1",
         "RDMAFORK_MODE": "eager",
         "RDMAFORK_TRACE_FORKS": "1",
         "RDMAFORK_KEEP_DEVICES": "1",
         "RDMAFORK_REPORT": str(tmp_path / "r.json"),
+        "RDMAFORK_PID": str(under["pid"]),
     }
 
 
@@ -198,7 +214,7 @@ def test_elsewhere_libibverbs_is_asked_to_protect_by_itself(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RDMAV_HUGEPAGES_SAFE": "0"})
     environ = command._environment(options(), None)
     assert (environ["RDMAV_FORK_SAFE"], environ["RDMAV_HUGEPAGES_SAFE"]) == ("1", "0")
-    with pytest.raises(Refused, match="mode lazy relies on a kernel whose copies"):
+    with pytest.raises(Refused, match="mode lazy needs a kernel that loses no pinned pages"):
         command._environment(options(mode="lazy"), None)
 
 

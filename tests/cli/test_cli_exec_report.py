@@ -88,6 +88,112 @@ def test_to_stderr():
     assert json.loads(text)["program"] == "true"
 
 
+SILENT = "process {} wrote no report, and 1 child did; exec(), _exit() or a signal ends a program"
+MISSING = "process {} forked 3 times; 2 children wrote no report: exec(), _exit() or a signal ends"
+REPLACED = "process {} forked less often than forked children wrote reports: exec() has replaced"
+PROGRAM = os.path.basename(sys.executable)
+# How a program ends that has forked: the program and the forks of its line, and the note.
+ENDS = {
+    "exit": ("pass", (PROGRAM, 3), MISSING),
+    "killed": ("os.kill(os.getpid(), 9)", None, SILENT),
+    "_exit": ("os._exit(0)", None, SILENT),
+    "exec": ("os.execv('/bin/true', ['true'])", ("true", 0), REPLACED),
+    "exec and fork": (
+        "os.execv(sys.executable, [sys.executable, '-c', 'import os; os.fork()'])",
+        (PROGRAM, 1),
+        REPLACED,
+    ),
+    "descriptors closed": ("os.closerange(0, 999)", (PROGRAM, 3), MISSING),
+    "not dumpable": ("ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)", (PROGRAM, 3), MISSING),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_report_is_whole_or_what_it_lacks_is_told(tmp_path, capsys, how):
+    """Of three children one is killed, one ends by _exit(), and one writes a report."""
+    path = tmp_path / "r.json"
+    end, expected, note = ENDS[how]
+    source = f"""
+import ctypes, os, sys
+for end in (lambda: os.kill(os.getpid(), 9), lambda: os._exit(0), sys.exit):
+    if not os.fork():
+        end()
+    os.wait()
+{end}
+"""
+    command = [*RDMAFORK, "exec", "--report", str(path), "--", sys.executable, "-c", source]
+    with subprocess.Popen(command, env=environment({}), stderr=subprocess.PIPE) as process:
+        assert process.communicate(timeout=TIMEOUT)[1] == b""
+    assert process.returncode == (-9 if how == "killed" else 0)
+    found = [each for each in lines(path) if each["pid"] == process.pid]
+    seen = [(os.path.basename(each["program"]), each["forks"]) for each in found]
+    assert seen == ([expected] if expected else [])
+    assert not any(each["errors"] for each in found)
+    assert main(["report", str(path)]) == 0
+    (told,) = " ".join(capsys.readouterr().out.split()).split("Note: ")[1:]
+    assert told.startswith(note.format(process.pid))
+
+
+def test_programs_that_are_killed_leave_no_report(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    command = [*RDMAFORK, "exec", "--report", str(path), "--", "sh", "-c", "kill -9 $$"]
+    assert subprocess.run(command, env=environment({}), check=False).returncode == -9
+    assert main(["report", str(path)]) == 2
+    assert "no reports: exec(), _exit() or a signal ends a program" in capsys.readouterr().err
+
+
+def test_the_parent_is_the_one_that_forked(tmp_path):
+    """A daemon's parent has ended before its report is written."""
+    path = tmp_path / "r.json"
+    source = """
+import os, time
+if not os.fork():
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+"""
+    command = [*RDMAFORK, "exec", "--report", str(path), "--", sys.executable, "-c", source]
+    done = subprocess.run(command, env=environment({}), stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    first, second = lines(path)
+    assert second["ppid"] == first["pid"] == int(first["exec_pid"])
+
+
+@pytest.mark.parametrize(
+    ("leaves", "why"),
+    [
+        ("os.chroot('{0}/root')", "No such file or directory"),
+        ("os.chmod('{0}/p', 0o700); os.setuid(65534)", "Permission denied"),
+        ("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (9, 9))", "File too large"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_told(tmp_path, leaves, why):
+    if os.geteuid():
+        pytest.skip("needs root, to chroot() and to become another user")
+    path = tmp_path / "p" / "r.json"
+    (tmp_path / "root").mkdir()
+    path.parent.mkdir()
+    source = f"import os; {leaves.format(tmp_path)}; os.write(2, b'%d\\n' % os.getpid())"
+    pid, said = execute("--report", str(path), "--", sys.executable, "-c", source).splitlines()
+    assert said == f"rdmafork: pid {pid}: report {path} cannot be written: {why}"
+
+
+@pytest.mark.parametrize("closes", ["os.close(2)", "os.closerange(0, 99)"])
+def test_a_report_on_stderr_spoils_no_file_of_the_program(tmp_path, closes):
+    """A file that is opened after descriptor 2 was closed may have its number."""
+    path = tmp_path / "data"
+    source = f"""import os
+{closes}
+fds = [os.open({str(path)!r}, os.O_CREAT | os.O_WRONLY) for _ in range(3)]
+os.write(2, b"data")
+if not os.fork():
+    raise SystemExit
+os.wait()
+"""
+    assert execute("--report", "-", "--", sys.executable, "-c", source) == ""
+    assert path.read_bytes() == b"data"
+
+
 def test_callers_of_fork_are_traced(tmp_path):
     path = tmp_path / "r.json"
     execute("--report", str(path), "--trace-forks", "--", sys.executable, "-c", FORKING, "2")
@@ -113,13 +219,14 @@ def report_of(tmp_path, source, *arguments, env=None):
 @pytest.mark.parametrize("env", [{}, {"RDMAFORK_TRUST_COPYING": "0"}])
 def test_memory_pinned_without_libibverbs_is_told(tmp_path, capsys, env):
     found, children, status = report_of(tmp_path, PINNING, 0, 2, env=env)
-    assert found["pinned_elsewhere"] == {"max": NBYTES, "forks": 2}
-    assert [child["pinned_elsewhere"] for child in children] == [{"max": 0, "forks": 0}] * 2
+    assert found["pinned_elsewhere"] == {"max": NBYTES, "forks": 2, "unread": 0}
+    nothing = {"max": 0, "forks": 0, "unread": 0}
+    assert [child["pinned_elsewhere"] for child in children] == [nothing] * 2
     assert status == 1
     shown = " ".join(capsys.readouterr().out.split())
     trusted = rdmafork.kernel_info().copy_on_fork_trusted and not env
     does = "fork() copies the private part" if trusted else "fork() may lose the private part"
-    assert "256 KiB pinned by something that does not call libibverbs" in shown
+    assert "at least 256 KiB pinned by something that does not call libibverbs" in shown
     assert does in shown and "0 bytes unmarked: copied by the kernel" not in shown
 
 
@@ -140,7 +247,7 @@ def test_memory_pinned_at_the_end_is_told_without_a_fork(tmp_path, prefix):
     if prefix and os.geteuid():
         pytest.skip("needs root, to have many groups")
     found, _, status = report_of(tmp_path, prefix + PINNED_AT_EXIT, 0, 0)
-    assert (found["pinned_elsewhere"], status) == ({"max": NBYTES, "forks": 0}, 1)
+    assert (found["pinned_elsewhere"], status) == ({"max": NBYTES, "forks": 0, "unread": 0}, 1)
 
 
 def test_an_unknown_amount_of_pinned_memory_is_no_zero(tmp_path, capsys):
@@ -149,10 +256,36 @@ def test_an_unknown_amount_of_pinned_memory_is_no_zero(tmp_path, capsys):
     text = execute(
         "--report", "-", "--", sys.executable, "-c", f"import os; os.chroot({str(tmp_path)!r})"
     )
-    assert json.loads(text)["pinned_elsewhere"] is None
+    assert json.loads(text)["pinned_elsewhere"] == {"max": 0, "forks": 0, "unread": 1}
     (tmp_path / "r.json").write_text(text)
     assert main(["report", str(tmp_path / "r.json")]) == 1
-    assert "/proc could not be read: how much is pinned is not known" in capsys.readouterr().out
+    assert "/proc could not be read, 1 time, at forks or at the exit" in capsys.readouterr().out
+
+
+@needs_pins
+def test_forks_at_which_proc_could_not_be_read_are_told_beside_others(tmp_path, capsys):
+    if os.geteuid():
+        pytest.skip("needs root, to go where there is no /proc")
+    source = f"""
+import os
+from rdmafork import _pins
+pins = _pins.Pins(bytearray({NBYTES}))
+for fork in range(3):
+    if not os.fork():
+        os._exit(0)
+    os.wait()
+    if not fork:
+        os.chroot({str(tmp_path)!r})
+pins.close()
+"""
+    text = execute("--report", "-", "--", sys.executable, "-c", source)
+    found = json.loads(text)["pinned_elsewhere"]
+    assert found["max"] >= NBYTES and (found["forks"], found["unread"]) == (1, 3)
+    (tmp_path / "r.json").write_text(text)
+    assert main(["report", str(tmp_path / "r.json")]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "/proc could not be read, 3 times, at forks or at the exit" in shown
+    assert "pinned by something that does not call libibverbs" in shown
 
 
 @needs_pins
@@ -182,7 +315,7 @@ def test_the_report_and_doctor_agree(tmp_path, registers):
 @pytest.mark.parametrize("env", [{}, {"RDMAFORK_TRUST_COPYING": "0"}])
 def test_pinned_memory_that_is_registered_is_not_told(tmp_path, capsys, registered, env):
     found, _, status = report_of(tmp_path, PINNING, registered, 2, env=env)
-    assert found["pinned_elsewhere"] == {"max": 0, "forks": 0}
+    assert found["pinned_elsewhere"] == {"max": 0, "forks": 0, "unread": 0}
     assert status == 0
     assert "0 bytes unmarked: copied by the kernel" in " ".join(capsys.readouterr().out.split())
 
@@ -225,4 +358,4 @@ def test_registered_bytes_are_subtracted_from_pinned_ones(tmp_path):
     page = f"mmap.mmap(-1, {PAGE}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)"
     source = PINNING.replace("regions =", f"other = rdmafork.register({page})\nregions =")
     found, _, _ = report_of(tmp_path, source, 0, 1)
-    assert found["pinned_elsewhere"] == {"max": NBYTES - PAGE, "forks": 1}
+    assert found["pinned_elsewhere"] == {"max": NBYTES - PAGE, "forks": 1, "unread": 0}

@@ -19,6 +19,8 @@ def line(rank=0, /, **changed):
         "rdmafork": "0.1.0",
         "pid": 1000 + (rank or 0),
         "ppid": 1,
+        "exec_pid": None,
+        "forked": 0,
         "host": f"node{(rank or 0) // 4}",
         "rank": rank,
         "program": "/usr/bin/python3",
@@ -32,7 +34,7 @@ def line(rank=0, /, **changed):
         "unmarked_bytes": 0,
         "unbalanced": 0,
         "gone_bytes": 0,
-        "pinned_elsewhere": {"max": 0, "forks": 0},
+        "pinned_elsewhere": {"max": 0, "forks": 0, "unread": 0},
         "device_without_libibverbs": 0,
         "libraries": [{"path": LIBRARY, "how": "ours", "why": None}],
         "errors": [],
@@ -71,6 +73,11 @@ def test_one_row_a_process_by_rank(report):
     assert "3 processes on 1 host: 300 registrations, 12 forks with 0.25 ms in handlers" in text
     assert "12 GiB marked: not inherited, not copied; 0 bytes unmarked" in text
     assert "12  os_fork in python3.11" in text
+
+
+def test_without_forks_there_is_no_time_in_handlers(report):
+    _, lines, _ = report([line(0, forks=0)])
+    assert "1 process on 1 host: 100 registrations, no forks; 4 GiB marked" in " ".join(lines)
 
 
 def test_outliers_come_first_and_troubles_before_them(report):
@@ -134,10 +141,13 @@ def test_a_broken_line_is_told_and_the_others_are_read(report, broken, why):
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"kernel": {"copy_trusted": 1}}, "64 MiB pinned by something that does not call"),
+        ({"kernel": {"copy_trusted": 1}}, "at least 64 MiB pinned by something that does not call"),
         ({"kernel": {"copy_trusted": 1}}, "fork() copies the private part of it"),
         ({"kernel": {"copy_trusted": 0}}, "fork() may lose the private part of it"),
-        ({"pinned_elsewhere": None}, "/proc could not be read: how much is pinned is not known"),
+        (
+            {"pinned_elsewhere": {"max": 0, "forks": 0, "unread": 1}},
+            "/proc could not be read, 1 time, at forks or at the exit, so the report cannot say",
+        ),
         (
             {"device_without_libibverbs": 1, "pinned_elsewhere": {}},
             "a device was open and no libibverbs",
@@ -224,11 +234,60 @@ def test_any_text_and_number_of_a_line_is_shown_or_told(locale):
 def test_nothing_to_be_read_is_2(tmp_path, report, capsys):
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "No such file" in capsys.readouterr().err
+    assert main(["report", f"{tmp_path}/none/r.json"]) == 2
+    assert f"none/r.json: there is no directory {tmp_path}/none\n" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == 2
     assert "Is a directory" in capsys.readouterr().err
     status, lines, errors = report([])
-    assert (status, lines) == (2, []) and "no process has written a report" in errors[0]
+    assert (status, lines) == (2, []) and "no reports: exec(), _exit() or a signal" in errors[0]
     assert main(["report"]) == 2
+
+
+def notes(report, *lines):
+    status, shown, _ = report(lines)
+    assert status == 0
+    text = " ".join(shown)
+    return [note.split(". ")[0] for note in text.split("Note: ")[1:]]
+
+
+def child(pid, ppid, /, **changed):
+    return line(0, pid=pid, ppid=ppid, exec_pid="10", forks=0, forked=1) | changed
+
+
+def test_missing_reports_of_children_are_noted(report):
+    parent = line(0, pid=10, exec_pid="10", forks=3)
+    assert notes(report, parent | {"forks": 0}) == []
+    (note,) = notes(report, parent, child(11, 10))
+    assert note.startswith("process 10 forked 3 times; 2 children wrote no report: exec(), ")
+    # It may be a fork's child or not.
+    (note,) = notes(report, parent, child(11, 10, forked=0))
+    assert "at least 2 children wrote no report" in note
+    assert notes(report, parent, *(child(pid, 10, forked=0) for pid in range(11, 20))) == []
+
+
+def test_missing_reports_of_parents_are_noted(report):
+    root = line(0, pid=10, exec_pid="10", forks=0)
+    (note,) = notes(report, root, child(12, 11), child(13, 11))
+    assert note.startswith("process 11 wrote no report, and 2 children did; exec(), _exit()")
+    (note,) = notes(report, child(11, 10))
+    assert note.startswith("process 10 wrote no report, and 1 child did")
+    # The parent of the first process is not under rdmafork exec, nor is init.
+    assert notes(report, root, child(11, 1)) == []
+    assert notes(report, line(0, pid=10, ppid=9, forks=0)) == []
+
+
+def test_a_program_that_was_replaced_by_exec_is_noted(report):
+    root = line(0, pid=10, exec_pid="10", forks=1)
+    (note,) = notes(report, root, child(11, 10), child(12, 10))
+    assert note.startswith("process 10 forked less often than forked children wrote reports")
+    # Processes of other hosts have numbers of their own.
+    assert len(notes(report, root, child(11, 10), child(12, 10, host="other"))) == 1
+    assert notes(report, root, child(11, 10), child(12, 10, forked=0)) == []
+
+
+def test_many_processes_are_one_note(report):
+    (note,) = notes(report, *(line(0, pid=pid, ppid=1) for pid in range(20, 30)))
+    assert note.startswith("processes 20, 21, 22, 23, 24 and 5 more forked 40 times; 40 children")
 
 
 def test_several_files_are_one_table(tmp_path, capsys):
@@ -249,7 +308,7 @@ def test_stdin_is_read_too():
 
 
 def test_a_thousand_ranks_are_twenty_rows_or_all(report):
-    lines = [line(rank) for rank in range(1000)]
+    lines = [line(rank, forks=0) for rank in range(1000)]
     _, shown, _ = report(lines)
     assert "... and 980 more; --all shows them" in shown
     assert len(shown) < 30

@@ -1,4 +1,4 @@
-"""What the demo checks: each promise of rdmafork, what was seen, and the verdict."""
+"""What the demo checks, what was seen, and the verdict."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from rdmafork.cli import terminal
 
 Report = dict[str, Any]
 MODES = ("lazy", "eager")
-FORK_LIMIT = 1.5  # the promise: fork() against the same without those pages
+FORK_LIMIT = 1.5  # the check: fork() relative to the same without those pages
 
 
 _PROTECTION = {"advice": "marked", "kernel": "copied by the kernel"}
 
 
-class Promise(NamedTuple):
+class Check(NamedTuple):
     name: str
     verdict: str  # "ok", "failed" or "not checked"
     text: str
     seen: str
 
 
-def promises(report: Report) -> list[Promise]:
-    """Each promise, what was seen in every mode this kernel has, and the verdict."""
+def checks(report: Report) -> list[Check]:
+    """Each check, what was seen in every mode this kernel has, and the verdict."""
     fork, huge, clocks = report["fork"], report["huge_pages"], report["register_close"]
-    floor = fork["floor"]["child_nbytes"]
+    baseline = fork["baseline"]["child_nbytes"]
     allowed = max(1 << 20, report["size"]["used"] // 100)
     # A mode that failed at fork() has shown nothing.
     modes = {mode: fork[mode] for mode in MODES if "ns" in fork[mode]}
@@ -38,7 +38,10 @@ def promises(report: Report) -> list[Promise]:
         _judge(
             "memory",
             "pinned memory is not copied for the child",
-            {mode: _uncopied(seen["child_nbytes"], floor, allowed) for mode, seen in modes.items()}
+            {
+                mode: _uncopied(seen["child_nbytes"], baseline, allowed)
+                for mode, seen in modes.items()
+            }
             if report["pins_forbidden"] is None
             else {},
         ),
@@ -70,9 +73,12 @@ def promises(report: Report) -> list[Promise]:
             },
         ),
         _judge(
-            "edges",
+            "partial_pages",
             "the child inherits what was not registered",
-            {mode: (seen["edges"] == "kept", seen["edges"]) for mode, seen in modes.items()},
+            {
+                mode: (seen["partial_pages"] == "kept", seen["partial_pages"])
+                for mode, seen in modes.items()
+            },
         ),
         _judge(
             "huge",
@@ -87,15 +93,15 @@ def promises(report: Report) -> list[Promise]:
     return found
 
 
-Seen = tuple[bool, str] | None  # was the promise kept, and what was seen; None if nothing was
+Seen = tuple[bool, str] | None  # did it pass, and what was seen; None if nothing was
 
 
-def _judge(name: str, text: str, seen: Mapping[str, Seen]) -> Promise:
+def _judge(name: str, text: str, seen: Mapping[str, Seen]) -> Check:
     known = {mode: value for mode, value in seen.items() if value is not None}
     kept = all(kept for kept, _ in known.values())
     verdict = "not checked" if not known else "ok" if kept else "failed"
     words = ", ".join(f"{mode} {value}" for mode, (_, value) in known.items())
-    return Promise(name, verdict, text, words)
+    return Check(name, verdict, text, words)
 
 
 def _forked(seen: dict[str, Any]) -> Seen:
@@ -103,13 +109,13 @@ def _forked(seen: dict[str, Any]) -> Seen:
         return None
     if "error" in seen:
         return False, seen["error"]
-    return seen["against_floor"] <= FORK_LIMIT, f"{seen['against_floor']:.2f}x"
+    return seen["ratio"] <= FORK_LIMIT, f"{seen['ratio']:.2f}x"
 
 
-def _uncopied(own: int | None, floor: int | None, allowed: int) -> Seen:
-    if own is None or floor is None:
+def _uncopied(own: int | None, baseline: int | None, allowed: int) -> Seen:
+    if own is None or baseline is None:
         return None
-    return own - floor <= allowed, terminal.size(own)
+    return own - baseline <= allowed, terminal.size(own)
 
 
 def _exchanged(seen: dict[str, int] | None, key: str) -> Seen:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from . import _harness
 from ._harness import Document, Row
 from ._measures import middle, spread
-from ._shapes import ENGINES, SHAPES
+from ._peers import ENGINES
+from ._shapes import SHAPES
 from ._tables import aligned
 from ._workers import WorkerError
 
@@ -55,8 +56,8 @@ RUNS = {
     "scale": (["--live", "1000", "1000000"], ["--live", "1000000"]),
     "shapes": ([],) * 2,
 }
-LAZY, EAGER = {"peer": "rdmafork lazy"}, {"peer": "rdmafork eager"}
-PAIR, LIBIBVERBS = {"peer": "madvise pair"}, {"peer": "libibverbs"}
+LAZY, EAGER = {"line": "rdmafork lazy"}, {"line": "rdmafork eager"}
+PAIR, LIBIBVERBS = {"line": "madvise"}, {"line": "libibverbs"}
 NEW, MILLION = {"situation": "new"}, {"layout": "isolated", "live": 1_000_000}
 PINNED = {"pages": "base", "buffer_bytes": 256 << 20}
 # Of each shape and each way of rdmafork's, and what is to hold.
@@ -95,7 +96,7 @@ def shape_claims() -> Iterator[Claim]:
         most = REACHED.get((shape, peer), {}).get(measure, aim)
         yield Claim(
             f"{shape}, {peer}: {text}",
-            *("shapes", measure, {"peer": peer, "shape": shape, "count": SHAPES[shape].number}, {}),
+            *("shapes", measure, {"line": peer, "shape": shape, "count": SHAPES[shape].number}, {}),
             most=most,
             aim=aim if aim < most else None,
             least=True,
@@ -120,8 +121,8 @@ CLAIMS = (
     ),
     Claim(
         "lazy, from Python: to memoryview(b).release()",
-        *("registration", "pair_ns", {"peer": "rdmafork lazy, Python"} | NEW),
-        {"peer": "memoryview, Python"},
+        *("registration", "pair_ns", {"line": "rdmafork lazy, Python"} | NEW),
+        {"line": "memoryview, Python"},
         most=0.9,
         aim=0.8,
     ),
@@ -162,12 +163,12 @@ CLAIMS = (
     ),
     Claim(
         "lazy: a fork with 256 MiB pinned, to the kernel's copying",
-        *("fork_latency", "fork_us", LAZY | PINNED, {"peer": "not registered"}),
+        *("fork_latency", "fork_us", LAZY | PINNED, {"line": "not registered"}),
         most=0.05,
     ),
     Claim(
         "lazy: a fork with 256 MiB pinned, to one after madvise() alone",
-        *("fork_latency", "fork_us", LAZY | PINNED, {"peer": "madvise"}),
+        *("fork_latency", "fork_us", LAZY | PINNED, {"line": "madvise"}),
         most=1.3,
     ),
     Claim(
@@ -177,7 +178,7 @@ CLAIMS = (
     ),
     Claim(
         "import rdmafork: to import ctypes",
-        *("import_time", "over_ns", {"peer": "import rdmafork"}, {"peer": "import ctypes"}),
+        *("import_time", "over_ns", {"line": "import rdmafork"}, {"line": "import ctypes"}),
         most=1.5,
     ),
     Claim(
@@ -187,12 +188,12 @@ CLAIMS = (
     ),
     Claim(
         "lazy: 1 000 000 isolated pages, to those that could be registered",
-        *("scale", "reached", {"peer": "copied by the kernel"} | MILLION, LAZY),
+        *("scale", "reached", {"line": "copied by the kernel"} | MILLION, LAZY),
         most=1,
     ),
     Claim(
         "lazy: a fork then, to the kernel's own copying",
-        *("scale", "fork_ns", LAZY | MILLION, {"peer": "copied by the kernel"}),
+        *("scale", "fork_ns", LAZY | MILLION, {"line": "copied by the kernel"}),
         most=1.3,
         aim=1.1,
     ),
@@ -201,8 +202,8 @@ CLAIMS = (
         Claim(
             f"not held, {peer}: a registration without PROCMAP_QUERY, to one with it",
             *("shapes", "register_ns"),
-            {"peer": peer, "shape": "not held, no PROCMAP_QUERY", "count": 10_000},
-            {"peer": peer, "shape": "not held"},
+            {"line": peer, "shape": "not held, no PROCMAP_QUERY", "count": 10_000},
+            {"line": peer, "shape": "not held"},
             most=10,
         )
         for peer in ENGINES

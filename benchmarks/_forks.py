@@ -5,36 +5,18 @@ import ctypes
 import mmap
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-import rdmafork
-from rdmafork import _clocks, _pins
+from rdmafork import _pins
 
-from ._workers import Environment, Skipped
+from ._peers import HUGE, MADV_HUGEPAGE, MADV_NOHUGEPAGE, PAGE, PRIVATE, WAYS, libc
+from ._workers import Skipped
 
-PAGE = mmap.PAGESIZE
-HUGE = 2 << 20
 TOUCHED = 16 << 20  # by a child that works
 MAP_HUGETLB = 0x40000
-MADV_DONTFORK, MADV_DOFORK, MADV_HUGEPAGE, MADV_NOHUGEPAGE = 10, 11, 14, 15
-PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-
-COPIED = "not registered"
-FLOOR = "madvise"
-PEERS: dict[str, Environment] = {
-    COPIED: {},
-    FLOOR: {},
-    "libibverbs": {},
-    "rdmafork lazy": {"RDMAFORK_MODE": "lazy"},
-    "rdmafork eager": {"RDMAFORK_MODE": "eager"},
-    "rdmafork whole pages": {"RDMAFORK_TRUST_COPYING": "0"},
-}
-
-libc = ctypes.CDLL(None, use_errno=True)
-libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 Span = tuple[int, int]  # address, nbytes
 
@@ -55,107 +37,11 @@ class Situation(NamedTuple):
         return self.ranges * self.stride
 
 
-# ---- the ways to register -----------------------------------------------------------------
-
-
-class Nothing:
-    def register(self, spans: Sequence[Span]) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-
-class Marks(Nothing):
-    """Calls that take an address and a size, and answer 0 or -1 and errno."""
-
-    def __init__(self, mark: Callable[..., int], unmark: Callable[..., int]) -> None:
-        self._calls = mark, unmark
-        self._spans: Sequence[Span] = ()
-
-    def _call(self, which: int) -> None:
-        for span in self._spans:
-            if self._calls[which](*span):
-                code = ctypes.get_errno()
-                raise OSError(code, f"cannot mark {span[1]:,} bytes: {os.strerror(code)}")
-
-    def register(self, spans: Sequence[Span]) -> None:
-        self._spans = spans
-        self._call(0)
-
-    def release(self) -> None:
-        self._call(1)
-        self._spans = ()
-
-
-def advises(advice: int) -> Callable[[int, int], int]:
-    def advise(address: int, nbytes: int) -> int:
-        start = address & -PAGE
-        nbytes = (address + nbytes + PAGE - 1 & -PAGE) - start
-        status: int = libc.madvise(start, nbytes, advice)
-        return status
-
-    return advise
-
-
-def libibverbs() -> Marks:
-    try:
-        _clocks.Libibverbs().fork_init()
-    except OSError as error:
-        raise Skipped(error.strerror) from None
-    library = ctypes.CDLL("libibverbs.so.1", use_errno=True)
-    calls = library.ibv_dontfork_range, library.ibv_dofork_range
-    for call in calls:
-        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    probe = mmap.mmap(-1, PAGE, flags=PRIVATE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(probe))
-    if calls[0](address, PAGE) or not is_marked(address):
-        raise Skipped("this libibverbs marks nothing where the kernel copies pinned pages")
-    return Marks(*calls)
-
-
-def is_marked(address: int) -> bool:
-    """Whether a child will lack the mapping that begins there."""
-    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    for line in lines:
-        if line.startswith((f"{address:x}-", f"{address:08x}-")):
-            flags = next(line for line in lines if line.startswith("VmFlags:"))
-            return "dc" in flags.split()
-    return False
-
-
-class Engine(Nothing):
-    def __init__(self) -> None:
-        try:
-            rdmafork.fork_init()
-        except OSError as error:
-            raise Skipped(error.strerror) from None
-        self._held: list[rdmafork.Registration] = []
-
-    def register(self, spans: Sequence[Span]) -> None:
-        self._held = [rdmafork.register_address(*span, owner=self) for span in spans]
-
-    def release(self) -> None:
-        while self._held:
-            self._held.pop().close()
-
-
-def way(peer: str) -> Nothing:
-    if peer == COPIED:
-        return Nothing()
-    if peer == FLOOR:
-        return Marks(advises(MADV_DONTFORK), advises(MADV_DOFORK))
-    return libibverbs() if peer == "libibverbs" else Engine()
-
-
-# ---- the memory, and the forks ------------------------------------------------------------
-
-
 class Worker:
     """One peer, in a process of its own."""
 
     def __init__(self, peer: str) -> None:
-        self._way = way(peer)
+        self._peer = WAYS[peer].peer()
         self._spans: list[Span] = []
         self._pins: _pins.Pins | None = None
         self._memory: mmap.mmap | None = None
@@ -180,8 +66,9 @@ class Worker:
 
     def sample(self) -> dict[str, float]:
         """Registers anew, and forks four times."""
-        self._way.register(self._spans)
+        held: list[Any] = []
         try:
+            held.extend(self._peer.register(*span) for span in self._spans)
             first, _, _ = self._fork(run_true)
             fork, child, ran = self._fork(run_true)
             _, _, worked = self._fork(self._work)
@@ -194,7 +81,9 @@ class Worker:
                 **self._weigh(),
             }
         finally:
-            self._way.release()
+            # Where one of them could not be registered, those before it.
+            for span, registered in zip(self._spans, held, strict=False):
+                self._peer.release(*span, registered)
 
     def _fork(self, act: Callable[[], None]) -> tuple[float, float, float]:
         """Microseconds until fork() has returned here, and there, and the child has ended."""

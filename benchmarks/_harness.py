@@ -1,16 +1,17 @@
 """What every benchmark has in common: its command line, its JSON, the running of it.
 
 A benchmark is a module of this package whose docstring asks its question in the first line, gives
-the command in the second paragraph and tells then what is done and who the peers are. It has
+the command in the second paragraph and tells then what is done and who the peers are, by their
+names in _peers.py. It has
 
-    PARAMETERS   the keys that, with "peer", tell its rows apart; the last goes across a table
+    PARAMETERS   the keys that, with "line", tell its rows apart; the last goes across a table
     MEASURES     {key: how it is printed}
     FLOOR        the peer that the others are divided by
     measure(options, progress) -> Result
     plot(document, directory) -> the files written; from the JSON, to be drawn again any time
     add_arguments(parser), table(document) -> lines     where it needs its own
 
-A row is flat: "peer", the parameters, and of each measure a number, or what summary() makes.
+A row is flat: "line", the parameters, and of each measure a number, or what summary() makes.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import rdmafork
+from rdmafork.cli import terminal
 
 from ._facts import facts, in_words
 
@@ -45,7 +47,7 @@ Document = dict[str, Any]
 class Result(NamedTuple):
     rounds: int
     rows: list[Row]
-    skipped: Skips  #: {"peer" or a parameter: ..., "reason": ...}
+    skipped: Skips  #: {"line" or a parameter: ..., "reason": ...}
 
 
 def names() -> list[str]:
@@ -67,12 +69,12 @@ def add_ratios(module: ModuleType, rows: list[Row]) -> None:
     def situation(row: Row) -> tuple[Any, ...]:
         return tuple(row.get(name) for name in module.PARAMETERS)
 
-    floors = {situation(row): row for row in rows if row["peer"] == module.FLOOR}
+    floors = {situation(row): row for row in rows if row["line"] == module.FLOOR}
     for row in rows:
         for measure in module.MEASURES:
             floor = median(floors.get(situation(row), {}), measure)
             if floor and isinstance(row.get(measure), dict):
-                row[measure]["to_floor"] = rounded(row[measure]["median"] / floor)
+                row[measure]["to_baseline"] = rounded(row[measure]["median"] / floor)
 
 
 def parser(name: str) -> argparse.ArgumentParser:
@@ -122,7 +124,7 @@ def show(document: Document) -> str:
 
 
 def told(skip: dict[str, Any]) -> str:
-    what = [str(v) if k == "peer" else f"{k} {v}" for k, v in skip.items() if k != "reason"]
+    what = [str(v) if k == "line" else f"{k} {v}" for k, v in skip.items() if k != "reason"]
     return f"{', '.join(what)}: {skip['reason']}"
 
 
@@ -165,19 +167,28 @@ def ready(options: argparse.Namespace) -> None:
             pass
 
 
-def run_all(wanted: Sequence[str], argv: Sequence[str], options: argparse.Namespace) -> int:
+def run_all(
+    wanted: Sequence[str],
+    argv: Sequence[str],
+    options: argparse.Namespace,
+    prog: str = "rdmafork bench",
+) -> int:
     """Run these benchmarks, show, draw and write what they say. The exit status."""
     documents, failed = [], False
     try:
         ready(options)  # before minutes of measuring
-    except (NoPlots, OSError) as error:
-        print(error, file=sys.stderr)
+    except NoPlots as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        file = str(error.filename)
+        print(f"{prog}: {file or repr(file)}: {terminal.why(error, file)}", file=sys.stderr)
         return 2
     for name in wanted:
         try:
             documents.append(run(name, argv))
         except (WorkerError, OSError) as error:
-            print(f"{name} failed: {error}", file=sys.stderr)
+            print(f"{prog}: {name} failed: {error}", file=sys.stderr)
             failed = True
             continue
         if options.json != "-":
@@ -192,4 +203,5 @@ def run_all(wanted: Sequence[str], argv: Sequence[str], options: argparse.Namesp
 
 def main(name: str) -> int:
     argv = sys.argv[1:]
-    return run_all([name], argv, parser(name).parse_args(argv))
+    made = parser(name)
+    return run_all([name], argv, made.parse_args(argv), made.prog)

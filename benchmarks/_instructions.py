@@ -41,7 +41,7 @@ class Counted:
                 row[measured] = count(times) + 0.0  # no -0
             except Skipped as reason:
                 why = {"counting": measured, "reason": str(reason)}
-                skipped.append({"peer": row["peer"], **why})
+                skipped.append({"line": row["line"], **why})
         return skipped
 
     def _run(self, counter: list[str], times: int) -> str:

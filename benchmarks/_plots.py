@@ -104,7 +104,7 @@ def lines(
     panels = [panel for panel in panels if panel.rows]
     if not panels:
         return []
-    peers = list(dict.fromkeys(row["peer"] for panel in panels for row in panel.rows))
+    peers = list(dict.fromkeys(row["line"] for panel in panels for row in panel.rows))
     colours = coloured(peers, floor)
     with matplotlib.rc_context(STYLE):
         size = (0.8 + 3.6 * len(panels), 3.8)
@@ -112,8 +112,8 @@ def lines(
         ends = []
         for panel, axis in zip(panels, axes[0], strict=True):
             prepare(axis, panel, x, y)
-            for peer in dict.fromkeys(row["peer"] for row in panel.rows):
-                rows = [row for row in panel.rows if row["peer"] == peer]
+            for peer in dict.fromkeys(row["line"] for row in panel.rows):
+                rows = [row for row in panel.rows if row["line"] == peer]
                 dash = "--" if peer == floor else "-"
                 name = peer + panel.notes.get(peer, "")
                 ends.append((axis, name, *one_line(axis, rows, x, y, colours[peer], dash)))

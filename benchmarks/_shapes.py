@@ -11,21 +11,25 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import rdmafork
-from rdmafork import _clocks, _pins
+from rdmafork import _pins
 
-from ._peers import HUGETLB, PAGE, private_memory, touch
+from . import _in_c
+from ._peers import (
+    ENGINES,
+    HUGE,
+    HUGETLB,
+    PAGE,
+    WAYS,
+    Engine,
+    Peer,
+    environments,
+    private_memory,
+    touch,
+)
 from ._workers import Environment, Skipped
 
-HUGE = 2 << 20
 FLOOR, PINNED, MADVISE = "without rdmafork", "without, pinned", "madvise"
-# One variable makes any kernel one whose copying at fork is not trusted.
-UNTRUSTED: Environment = {"RDMAFORK_TRUST_COPYING": "0"}
-ENGINES: dict[str, Environment] = {
-    "rdmafork lazy": {"RDMAFORK_MODE": "lazy"},
-    "rdmafork eager": {"RDMAFORK_MODE": "eager"},
-    "rdmafork whole pages": {"RDMAFORK_MODE": "eager", **UNTRUSTED},
-}
-PEERS: dict[str, Environment] = {FLOOR: {}, PINNED: {}, MADVISE: {}, **ENGINES}
+PEERS: dict[str, Environment] = {FLOOR: {}, PINNED: {}, **environments((MADVISE, *ENGINES))}
 PIN_ENTRIES = 1 << 14  # the most of one io_uring
 FORKS, ENOUGH_NS = 5, 1_000_000_000  # so many later forks, or as many as begin in that time
 UNHELD = 1_000
@@ -57,7 +61,7 @@ class Shape(NamedTuple):
 
     def peers(self) -> dict[str, Environment]:
         """Memory that is not held is no device's: there is nothing to pin or to mark."""
-        return PEERS if self.held else {FLOOR: {}, **ENGINES}
+        return PEERS if self.held else {FLOOR: {}, **environments(ENGINES)}
 
 
 # ---- the shapes -------------------------------------------------------------------------
@@ -177,26 +181,22 @@ class Bench:
     """A process that registers once: its first fork has everything to do."""
 
     def __init__(self, peer: str, shape: str, count: int) -> None:
-        self._peer, self._shape = peer, SHAPES[shape]
-        if peer in ENGINES:
-            if not self._shape.query:
-                refuse_query()
-            try:
-                rdmafork.fork_init()
-            except OSError as error:  # lazy, where the kernel does not copy at fork
-                raise Skipped(error.strerror) from None
+        self._line, self._shape = peer, SHAPES[shape]
+        if peer in ENGINES and not self._shape.query:
+            refuse_query()
+        self._peer = WAYS[peer].peer() if peer in WAYS else Peer()
         self._memory = self._shape.make(count)
         self._pins: list[_pins.Pins] = []
 
     def register(self) -> dict[str, float]:
         """How many could be registered, why no more, and the time that each took."""
         start = time.perf_counter_ns()
-        if self._peer == PINNED:
+        if self._line == PINNED:
             self._pin()
-        elif self._peer == MADVISE:
+        elif self._line == MADVISE:
             self._mark()
-        elif self._peer in ENGINES:
-            reached, code = self._hold()
+        elif isinstance(self._peer, Engine):
+            reached, code = self._hold(self._peer)
             each = (time.perf_counter_ns() - start) / max(reached, 1)
             found: dict[str, Any] = {"reached": reached, "register_ns": each}
             return found | ({"error": errno.errorcode[code]} if code else {})
@@ -218,13 +218,14 @@ class Bench:
     def _mark(self) -> None:
         """What no engine can spare, where pages leave: as many as rdmafork would mark."""
         pages = self._memory.pages
-        most = rdmafork.kernel_info().max_map_count // 4
-        _clocks.madvise_hold(pages.address, pages.nbytes, min(pages.number, most), pages.stride)
+        kernel = rdmafork.kernel_info()
+        most = kernel.max_map_count // (4 if kernel.copy_on_fork_trusted else 6)
+        self._peer.hold(pages.address, pages.nbytes, min(pages.number, most), pages.stride)
 
-    def _hold(self) -> tuple[int, int]:
+    def _hold(self, engine: Engine) -> tuple[int, int]:
         reached = 0
         for run in self._memory.blocks:
-            some, code = _clocks.engine_hold(*run, held=self._shape.held)
+            some, code = engine.hold(*run, held=self._shape.held)
             reached += some
             if code:
                 return reached, code
@@ -233,7 +234,7 @@ class Bench:
     def fork(self) -> tuple[float, float]:
         """Microseconds until fork() has returned here, and in the child."""
         try:
-            here, there = _clocks.fork_ns()
+            here, there = _in_c.fork_ns()
         except OSError as error:
             # The kernel copies pinned huge pages at once, or refuses.
             raise Skipped(f"fork() fails: {error.strerror}") from None

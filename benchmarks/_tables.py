@@ -29,8 +29,8 @@ def block(
     columns = list(dict.fromkeys(row[across] for row in rows))
     lines = [[title, *(shown(across, value) for value in columns)]]
     printed = printer(measure, module.MEASURES[measure], (row[measure] for row in rows))
-    for peer in dict.fromkeys(row["peer"] for row in rows):
-        found = {row[across]: row[measure] for row in rows if row["peer"] == peer}
+    for peer in dict.fromkeys(row["line"] for row in rows):
+        found = {row[across]: row[measure] for row in rows if row["line"] == peer}
         lines.append([peer, *(cell(found.get(value), printed) for value in columns)])
     yield from aligned(lines)
     widest = max(spread(row[measure]) for row in rows)
@@ -66,7 +66,7 @@ def by_measure(
         found = [None if row.get(measure) is None else value(row[measure]) for row in rows]
         show = printer(measure, printed, found)
         columns.append([titled(measure), *("-" if v is None else show(v) for v in found)])
-    return [list(line) for line in zip(["", *(row["peer"] for row in rows)], *columns, strict=True)]
+    return [list(line) for line in zip(["", *(row["line"] for row in rows)], *columns, strict=True)]
 
 
 def cell(value: Any, printed: Callable[[float], str]) -> str:
@@ -74,7 +74,7 @@ def cell(value: Any, printed: Callable[[float], str]) -> str:
         return "-"
     if not isinstance(value, dict):
         return printed(value)
-    ratio = f" {terminal.ratio(value['to_floor'], 1):>7}" if "to_floor" in value else ""
+    ratio = f" {terminal.ratio(value['to_baseline'], 1):>7}" if "to_baseline" in value else ""
     return f"{printed(value['median'])}{ratio}"
 
 

@@ -119,7 +119,7 @@ def ask_all(workers: Workers, skipped: Skips, do: str, **arguments: Any) -> dict
         try:
             answers[peer] = worker.ask(do, **arguments)
         except Skipped as reason:
-            skipped.append({"peer": peer, **arguments, "reason": str(reason)})
+            skipped.append({"line": peer, **arguments, "reason": str(reason)})
     return answers
 
 

@@ -91,14 +91,14 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
         try:
             available(nbytes // 2)  # nothing copies it
         except Skipped as reason:
-            skipped.append({"peer": "all", **case, "reason": str(reason)})
+            skipped.append({"line": "all", **case, "reason": str(reason)})
             continue
         for peers in in_turns(PEERS, nbytes):
             progress(i / len(cases), f"{amount:,} {of}: {', '.join(peers)}")
-            with started(Bench, environments(*peers), skipped) as workers:
+            with started(Bench, environments(peers), skipped) as workers:
                 ready = ask_all(workers, skipped, "prepare", **case)
                 for peer, samples in interleave(workers, ready, rounds, "sample").items():
-                    rows.append({"peer": peer, **case, "pair_ns": summary(samples)})
+                    rows.append({"line": peer, **case, "pair_ns": summary(samples)})
     return Result(rounds, rows, skipped)
 
 

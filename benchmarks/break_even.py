@@ -23,23 +23,26 @@ from time import process_time_ns
 from typing import Any
 
 import rdmafork
-from rdmafork import _clocks, _pins
+from rdmafork import _pins
 from rdmafork.cli import terminal
 
 from . import _plots, _tables
-from ._forks import (
+from ._harness import Document, Result, Row, main
+from ._measures import middle, quartiles, rounded, summary
+from ._peers import (
+    COPIED,
     HUGE,
     MADV_DOFORK,
     MADV_HUGEPAGE,
     MADV_NOHUGEPAGE,
     PAGE,
     PRIVATE,
+    WAYS,
+    advise,
     libc,
 )
-from ._harness import Document, Result, Row, main
-from ._measures import middle, quartiles, rounded, summary
 from ._progress import Progress
-from ._workers import Environment, Skipped, Skips, ask_all, interleave, started
+from ._workers import Environment, Skips, ask_all, interleave, started
 
 PARAMETERS = ("memory", "pages")
 MEASURES: dict[str, Callable[[float], str]] = {
@@ -49,8 +52,17 @@ MEASURES: dict[str, Callable[[float], str]] = {
     "mark_ns": terminal.nanoseconds,  # to mark a run, and to unmark it
     "marked": "{:.0%}".format,  # of the runs
 }
+TITLES = {
+    "fork_us": "until fork() returns",
+    "processor_us": "processor time of both",
+    "saved_ns": "that time saved by a mark",
+    "mark_ns": "to mark and unmark a run",
+    "marked": "runs with a mark",
+}
 FLOOR, MARKED, ENGINE, UNPINNED = "copied by the kernel", "marked", "rdmafork lazy", "not pinned"
-PEERS: dict[str, Environment] = {MARKED: {}, ENGINE: {"RDMAFORK_MODE": "lazy"}, UNPINNED: {}}
+# The names of these ways where they are the subject.
+REGISTERED = {MARKED: WAYS["madvise"], ENGINE: WAYS[ENGINE], UNPINNED: WAYS[COPIED]}
+PEERS: dict[str, Environment] = {name: way.environment for name, way in REGISTERED.items()}
 ORDER = (FLOOR, MARKED, ENGINE, UNPINNED)
 MEMORY = ("base pages", "transparent huge pages")
 RUNS = 500
@@ -62,16 +74,11 @@ class Bench:
     """One peer: so many runs, held as it holds them."""
 
     def __init__(self, peer: str) -> None:
-        self._peer = peer
+        self._line, self._peer = peer, REGISTERED[peer].peer()
         self._start = self._stride = self._nbytes = 0
         self._pins: _pins.Pins | None = None
-        self._held: list[rdmafork.Registration] = []
+        self._held: list[tuple[tuple[int, int], Any]] = []
         self._marked_first = False
-        if peer == ENGINE:
-            try:
-                rdmafork.fork_init()
-            except OSError as error:
-                raise Skipped(error.strerror) from None
 
     def prepare(self, memory: str, pages: int) -> None:
         """Runs amid pages that are in nobody's way."""
@@ -84,10 +91,10 @@ class Bench:
         libc.madvise(start, RUNS * self._stride, MADV_HUGEPAGE if huge else MADV_NOHUGEPAGE)
         ctypes.memset(start, 1, RUNS * self._stride)
         self._start = start + PAGE
-        if self._peer != UNPINNED:
+        if self._line != UNPINNED:
             self._pins = _pins.Pins(self._runs())
-        if self._peer == ENGINE:
-            self._held = [rdmafork.register_address(*run, owner=self) for run in self._runs()]
+        if self._line == ENGINE:
+            self._held = [(run, self._peer.register(*run)) for run in self._runs()]
         fork_us()  # huge pages are split, and what is registered is marked
 
     def _runs(self) -> list[tuple[int, int]]:
@@ -95,23 +102,24 @@ class Bench:
 
     def _release(self) -> None:
         while self._held:
-            self._held.pop().close()
+            run, held = self._held.pop()
+            self._peer.release(*run, held)
         if self._pins is not None:
             self._pins.close()
             self._pins = None
 
     def sample(self) -> dict[str, dict[str, float]]:
         """{peer: what was measured}: without and with marks in one process, in either order."""
-        if self._peer != MARKED:
-            return {self._peer: fork_us()}
+        if self._line != MARKED:
+            return {self._line: fork_us()}
         found = {}
         self._marked_first = not self._marked_first
         for peer in (MARKED, FLOOR) if self._marked_first else (FLOOR, MARKED):
             if peer == MARKED:
-                _clocks.madvise_hold(self._start, self._nbytes, RUNS, self._stride)
+                self._peer.hold(self._start, self._nbytes, RUNS, self._stride)
             found[peer] = fork_us()
-            libc.madvise(self._start, RUNS * self._stride - PAGE, MADV_DOFORK)
-        pair = _clocks.madvise_pair_ns(self._start + self._stride, self._nbytes, PAIRS)
+            advise(self._start, RUNS * self._stride - PAGE, MADV_DOFORK)
+        pair = self._peer.pair_ns(self._start + self._stride, self._nbytes, PAIRS)
         found[MARKED]["mark_ns"] = pair
         return found
 
@@ -141,7 +149,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
     rounds, sizes = (5, (1, 4)) if options.quick else (20, (1, 2, 3, 4, 8, 16))
     reason = _pins.available()
     if reason:
-        return Result(0, [], [{"peer": "all", "reason": f"nothing can be pinned: {reason}"}])
+        return Result(0, [], [{"line": "all", "reason": f"nothing can be pinned: {reason}"}])
     rows: list[Row] = []
     skipped: Skips = []
     cases = [{"memory": memory, "pages": pages} for memory in MEMORY for pages in sizes]
@@ -152,7 +160,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
             samples = interleave(workers, ready, rounds, "sample")
             found = [dict(ChainMap(*every)) for every in zip(*samples.values(), strict=True)]
             for peer in sorted(found[0], key=ORDER.index):
-                row = {"peer": peer, **case, **summarised([of[peer] for of in found])}
+                row = {"line": peer, **case, **summarised([of[peer] for of in found])}
                 if peer in (MARKED, ENGINE):
                     row["saved_ns"] = summary(
                         (of[FLOOR]["processor_us"] - of[peer]["processor_us"]) * 1e3 / RUNS
@@ -172,44 +180,47 @@ def summarised(samples: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def table(document: Document) -> Iterator[str]:
-    """A block for each memory, and the thresholds: the one measured and the engine's."""
+    """Of each memory a block for each measure, in one unit; then the thresholds."""
     for memory in dict.fromkeys(row["memory"] for row in document["rows"]):
         rows = [row for row in document["rows"] if row["memory"] == memory]
-        pages = list(dict.fromkeys(row["pages"] for row in rows))
-        lines = [[f"{memory}; pages a run", *map(str, pages)]]
-        for measure, printed in MEASURES.items():
-            values = [row[measure] for row in rows if measure in row]
-            shown = _tables.printer(measure, printed, values)
-            for peer in dict.fromkeys(row["peer"] for row in rows):
-                cells = {row["pages"]: row[measure] for row in rows
-                         if row["peer"] == peer and measure in row}  # fmt: skip
-                if cells:
-                    name = f"{peer}, {_tables.titled(measure)}"
-                    lines.append([name, *(_tables.cell(cells.get(k), shown) for k in pages)])
-                if measure == "saved_ns" and cells:
-                    ends = [quartiles(cells[k]) for k in pages]
-                    lines.append(
-                        ["  half of the samples", *(f"{shown(a)} to {shown(b)}" for a, b in ends)]
-                    )
-        yield from _tables.aligned(lines)
+        yield from (memory, "")
+        for measure in MEASURES:
+            yield from _tables.aligned(list(block(measure, rows)))
+            yield ""
         saved = {
-            peer: {row["pages"]: middle(row["saved_ns"]) for row in rows if row["peer"] == peer}
+            peer: {row["pages"]: middle(row["saved_ns"]) for row in rows if row["line"] == peer}
             for peer in (MARKED, ENGINE)
         }
-        marks = {row["pages"]: row["marked"] for row in rows if row["peer"] == ENGINE}
-        yield (
-            f"cheaper copied by the kernel: {below(saved[MARKED])}; with the addresses reserved "
-            f"in the child {below(saved[ENGINE])}; unmarked by rdmafork: {below(marks)}"
+        marks = {row["pages"]: row["marked"] for row in rows if row["line"] == ENGINE}
+        yield from terminal.wrap(
+            f"A mark saves time for {which(saved[MARKED])}. With rdmafork, which also reserves the "
+            f"addresses in the child, it does for {which(saved[ENGINE])}. rdmafork marks "
+            f"{which(marks)}."
         )
         yield ""
 
 
-def below(gains: dict[int, float]) -> str:
-    """The runs that are shorter than all from which on each gains something."""
+def block(measure: str, rows: list[Row]) -> Iterator[list[str]]:
+    pages = list(dict.fromkeys(row["pages"] for row in rows))
+    rows = [row for row in rows if measure in row]
+    shown = _tables.printer(measure, MEASURES[measure], (row[measure] for row in rows))
+    yield [f"{TITLES[measure]}; pages in a run:", *map(str, pages)]
+    for peer in dict.fromkeys(row["line"] for row in rows):
+        cells = {row["pages"]: row[measure] for row in rows if row["line"] == peer}
+        yield [peer, *(_tables.cell(cells.get(k), shown) for k in pages)]
+        if measure == "saved_ns":
+            ends = [quartiles(cells[k]) for k in pages]
+            yield ["  half of the samples", *(f"{shown(a)} to {shown(b)}" for a, b in ends)]
+
+
+def which(gains: dict[int, float]) -> str:
+    """The runs that gain something, and all longer ones with them."""
     found = [k for k in gains if all(gains[more] > 0 for more in gains if more >= k)]
     if not found:
-        return "all runs measured" if gains else "not measured"
-    return f"runs below {min(found)} pages" if min(found) > min(gains) else "none"
+        return "no run measured" if gains else "an unknown number of runs"
+    if min(found) == min(gains):
+        return "every run measured"
+    return f"runs of {min(found)} or more pages"
 
 
 def plot(document: Document, directory: Path) -> list[Path]:

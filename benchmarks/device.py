@@ -26,11 +26,11 @@ from time import perf_counter_ns
 import rdmafork
 from rdmafork.cli import terminal
 
-from . import _compiled, _forks, _plots
+from . import _compiled, _plots
 from ._harness import Document, Result, Row, main
 from ._instructions import Counted
 from ._measures import summary
-from ._peers import calibrated, private_memory
+from ._peers import WAYS, calibrated, environments, private_memory
 from ._progress import Progress
 from ._workers import Environment, Skipped, Skips, ask_all, interleave, started
 
@@ -41,11 +41,10 @@ MEASURES: dict[str, Callable[[float], str]] = {
 }
 FLOOR = "ibv_reg_mr"
 LIBIBVERBS, PYVERBS = "libibverbs", "pyverbs MR"
+# Registered at a device: a peer in C is compiled here, and pyverbs takes a domain of its own.
 PEERS: dict[str, Environment] = {
     FLOOR: {},
-    LIBIBVERBS: {},
-    "rdmafork lazy": {"RDMAFORK_MODE": "lazy"},
-    "rdmafork eager": {"RDMAFORK_MODE": "eager"},
+    **environments((LIBIBVERBS, "rdmafork lazy", "rdmafork eager")),
     PYVERBS: {},
 }
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
@@ -94,7 +93,7 @@ def in_c(device: str, library: str) -> Loop:
 
 
 def with_fork_support(device: str, library: str) -> Loop:
-    _forks.libibverbs()
+    WAYS[LIBIBVERBS].peer()
     return in_c(device, library)
 
 
@@ -194,17 +193,17 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
                     progress(i / len(sizes) / 2, f"{device}, {terminal.size(nbytes)}")
                     ready = ask_all(workers, skipped, "prepare", nbytes=nbytes)
                     for peer, samples in interleave(workers, ready, rounds, "sample").items():
-                        case = {"peer": peer, "device": device, "nbytes": nbytes}
+                        case = {"line": peer, "device": device, "nbytes": nbytes}
                         rows.append(case | {"pair_ns": summary(samples)})
             smallest = [row for row in rows if row["nbytes"] == sizes[0]]
             for i, row in enumerate(smallest):
-                progress(0.5 + i / len(smallest) / 2, f"counting: {row['peer']}")
-                peer = row["peer"]
+                progress(0.5 + i / len(smallest) / 2, f"counting: {row['line']}")
+                peer = row["line"]
                 request = {"do": "count", "nbytes": row["nbytes"]}
                 counted = Counted(Bench, {"peer": peer, **settings}, PEERS[peer], request)
                 skipped += counted.into(row, TIMES, ["system_calls"])
     except Skipped as reason:
-        skipped.append({"peer": "all", "reason": str(reason)})
+        skipped.append({"line": "all", "reason": str(reason)})
     return Result(rounds, rows, skipped)
 
 

@@ -21,13 +21,15 @@ from rdmafork import _pins
 from rdmafork.cli import machine, terminal
 
 from . import _plots, _tables
-from ._forks import FLOOR, HUGE, PAGE, PEERS, Situation, Worker
+from ._forks import Situation, Worker
 from ._harness import Document, Result, Row, main
 from ._measures import summary
+from ._peers import FLOOR, HUGE, PAGE, WAYS, environments
 from ._pool import huge_pages
 from ._progress import Progress
 from ._workers import Skipped, Skips, Workers, ask_all, interleave, started
 
+PEERS = environments(name for name, way in WAYS.items() if way.forks)
 PAGES = ("base", "transparent huge", "huge")
 LARGE = 64 << 20  # buffers from this size on are alone; smaller ones are many
 OFFSET = 100  # of one of many in its first page: two pages are edges
@@ -96,11 +98,11 @@ def rows_of(
         try:
             samples |= interleave(group, held, rounds, "sample")
         except Skipped as reason:
-            skipped.append({"peer": ", ".join(group), **described, "reason": str(reason)})
+            skipped.append({"line": ", ".join(group), **described, "reason": str(reason)})
         ask_all(group, skipped, "drop")
     told = {**{name: described[name] for name in PARAMETERS}, "rounds": rounds}
     return [
-        {"peer": peer, **told, **{name: summary(s[name] for s in found) for name in MEASURES}}
+        {"line": peer, **told, **{name: summary(s[name] for s in found) for name in MEASURES}}
         for peer, found in samples.items()
     ]
 
@@ -115,7 +117,7 @@ def measured(options: argparse.Namespace, progress: Progress, room: int) -> Resu
     skipped: Skips = []
     reason = _pins.available()
     if reason:
-        return Result(0, [], [{"peer": "all", "reason": f"nothing can be pinned: {reason}"}])
+        return Result(0, [], [{"line": "all", "reason": f"nothing can be pinned: {reason}"}])
     planned = list(situations(options, room))
     with started(Worker, PEERS, skipped) as workers:
         for done, situation in enumerate(planned):
@@ -127,7 +129,7 @@ def measured(options: argparse.Namespace, progress: Progress, room: int) -> Resu
                 with huge_pages(wanted):
                     rows += rows_of(situation, workers, skipped, rounds, room)
             except Skipped as why:
-                skipped.append({"peer": "all", **situation._asdict(), "reason": str(why)})
+                skipped.append({"line": "all", **situation._asdict(), "reason": str(why)})
     return Result(rounds_of(options, 0), rows, skipped)
 
 

@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
         try:
             start_ns(peer)  # the first writes the bytecode
         except subprocess.CalledProcessError as error:
-            skipped.append({"peer": peer, "reason": f"exit status {error.returncode}"})
+            skipped.append({"line": peer, "reason": f"exit status {error.returncode}"})
             continue
         ways[peer] = [0] * rounds
     for i in range(rounds):
@@ -115,7 +115,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
         over = [ns - floor for ns, floor in zip(samples, ways[FLOOR], strict=True)]
         rows.append(
             {
-                "peer": peer,
+                "line": peer,
                 "python": python,
                 "start_ns": summary(samples),
                 "over_ns": summary(over),
@@ -131,14 +131,14 @@ def count(rows: list[Row], skipped: Skips) -> None:
     try:
         floor = system_calls(FLOOR)
         for row in rows:
-            found = system_calls(row["peer"])
+            found = system_calls(row["line"])
             row["system_calls"] = found.total()
             row["other_calls"] = {
                 name: number for name, number in sorted((found - floor).items())
                 if not PLAIN.match(name)
             }  # fmt: skip
     except Skipped as reason:
-        skipped.append({"peer": "all", "counting": "system_calls", "reason": str(reason)})
+        skipped.append({"line": "all", "counting": "system_calls", "reason": str(reason)})
 
 
 def table(document: Document) -> Iterator[str]:
@@ -151,7 +151,7 @@ def table(document: Document) -> Iterator[str]:
     for row in rows:
         others = row.get("other_calls", {})
         lines.append([
-            row["peer"],
+            row["line"],
             *(_tables.cell(row.get(name), shown) for name, shown in printers.items()),
             ", ".join(f"{name} {number}" for name, number in others.items()) or "-",
         ])  # fmt: skip
@@ -161,8 +161,8 @@ def table(document: Document) -> Iterator[str]:
 
 def plot(document: Document, directory: Path) -> list[Path]:
     """A bar a peer: what is more than the floor's."""
-    rows = [row for row in document["rows"] if row["peer"] != FLOOR][::-1]
-    peers = [row["peer"] for row in rows]
+    rows = [row for row in document["rows"] if row["line"] != FLOOR][::-1]
+    peers = [row["line"] for row in rows]
     path = directory / "import_time.svg"
     with _plots.bars(path, document, len(rows)) as axis:
         middles = [row["over_ns"]["median"] / 1e6 for row in rows]

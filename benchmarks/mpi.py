@@ -23,13 +23,12 @@ from . import _plots, _tables, fork_latency, registration
 from ._forks import Situation
 from ._harness import Document, Result, Row, main, parser
 from ._measures import middle, rounded
-from ._peers import FLOOR as PAIR
+from ._peers import FLOOR
 from ._progress import Progress
 from ._workers import Skips, WorkerError
 
 PARAMETERS = ("measure", "situation")
 MEASURES = {"minimum": None, "median": None, "maximum": None}  # printed as the measure is
-FLOOR = "madvise"
 REDUCED: dict[ModuleType, tuple[str, ...]] = {
     registration: ("pair_ns",),
     fork_latency: ("first_fork_us", "fork_us", "exec_us", "child_own_bytes"),
@@ -68,12 +67,12 @@ def own_tables(quick: bool, progress: Progress, world: Any, room: int) -> Result
                 options = parser(name).parse_args([*arguments, "--pages", "base"])
                 result = fork_latency.measured(options, progress, room)
         except (WorkerError, OSError) as error:
-            skipped.append({"peer": name, "reason": str(error)})
+            skipped.append({"line": name, "reason": str(error)})
             continue
         rounds = result.rounds
         skipped += result.skipped
         for row in result.rows:
-            case = {"peer": row["peer"], "situation": in_words(module, row)}
+            case = {"line": row["line"], "situation": in_words(module, row)}
             rows += [case | {"measure": key, "value": middle(row[key])} for key in measures]
     return Result(rounds, rows, skipped)
 
@@ -94,11 +93,11 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
         from mpi4py import MPI
     except ImportError as error:
         reason = f"no MPI ({error}): pip install 'rdmafork[mpi]'"
-        return Result(0, [], [{"peer": "all", "reason": reason}])
+        return Result(0, [], [{"line": "all", "reason": reason}])
     world = MPI.COMM_WORLD
     if world.size == 1:
         reason = "one rank alone: mpirun -n N python -m rdmafork.benchmarks.mpi"
-        return Result(0, [], [{"peer": "all", "reason": reason}])
+        return Result(0, [], [{"line": "all", "reason": reason}])
     neighbours = world.Split_type(MPI.COMM_TYPE_SHARED).size
     room = min(fork_latency.half_of_memory() // neighbours, 2 * LARGEST)
     own = own_tables(options.quick, progress, world, room)
@@ -115,10 +114,10 @@ def reduced(hosts: list[str], tables: list[list[Row]]) -> list[Row]:
     found: dict[tuple[str, ...], dict[int, float]] = {}
     for rank, rows in enumerate(tables):
         for row in rows:
-            key = (row["peer"], *(row[name] for name in PARAMETERS))
+            key = (row["line"], *(row[name] for name in PARAMETERS))
             found.setdefault(key, {})[rank] = row["value"]
     return [
-        {"peer": peer, "measure": measure, "situation": situation, **spread(values, hosts)}
+        {"line": peer, "measure": measure, "situation": situation, **spread(values, hosts)}
         for (peer, measure, situation), values in found.items()
     ]
 
@@ -160,7 +159,7 @@ def table(document: Document) -> Iterator[str]:
         found = [row for row in rows if (row["measure"], row["situation"]) == (measure, situation)]
         everything = (row[name] for row in found for name in MEASURES)
         shown = _tables.printer(measure, SHOWN[measure], everything)
-        lines += [[row["peer"], *(shown(row[name]) for name in MEASURES), outlier(row)]
+        lines += [[row["line"], *(shown(row[name]) for name in MEASURES), outlier(row)]
                   for row in found]  # fmt: skip
         yield from _tables.aligned(lines)
         yield ""
@@ -182,15 +181,14 @@ def plot(document: Document, directory: Path) -> list[Path]:
         panels = []
         for situation in list(dict.fromkeys(row["situation"] for row in rows))[:2]:
             points = [
-                {"peer": row["peer"], "rank": int(rank), "y": value}
+                {"line": row["line"], "rank": int(rank), "y": value}
                 for row in rows if row["situation"] == situation
                 for rank, value in row["by_rank"].items()
             ]  # fmt: skip
             panels.append(_plots.Panel(situation, points))
         path = directory / f"mpi-{measure.partition('_')[0]}.svg"
-        floor = PAIR if measure == "pair_ns" else FLOOR
         x, y = _plots.Axis("rank", "rank", log=False), _plots.Axis("y", label)
-        figures += _plots.lines(path, document, panels, x, y, floor)
+        figures += _plots.lines(path, document, panels, x, y, FLOOR)
     return figures
 
 

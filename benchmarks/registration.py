@@ -30,11 +30,12 @@ from rdmafork.cli import terminal
 from . import _plots
 from ._harness import Document, Result, Row, main, summary
 from ._instructions import Counted
-from ._peers import FLOOR, HUGETLB, PAGE, WAYS, calibrated, environments, private_memory
+from ._peers import FLOOR, HUGE, HUGETLB, PAGE, WAYS, calibrated, environments, private_memory
 from ._pool import huge_pages
 from ._progress import Progress
 from ._workers import Skipped, Skips, ask_all, interleave, started
 
+PEERS = environments(name for name, way in WAYS.items() if way.pairs)
 PARAMETERS = ("situation", "nbytes")
 MEASURES: dict[str, Callable[[float], str]] = {
     "pair_ns": terminal.nanoseconds,
@@ -42,7 +43,7 @@ MEASURES: dict[str, Callable[[float], str]] = {
     "instructions": "{:,.0f}".format,
 }
 SITUATIONS = ("new", "overlapping", "adjacent", "inside", "same")
-HUGE_PAGES, HUGE = "huge pages", 2 << 20
+HUGE_PAGES = "huge pages"
 SIZES = (4 << 10, 64 << 10, HUGE, 16 << 20, 256 << 20, 1 << 30)
 BUDGET_NS = 2_000_000
 MARGIN = 32 << 20  # around the range: its mapping lies alike whatever its size
@@ -113,17 +114,17 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
         cases = [(situation, nbytes) for situation in SITUATIONS for nbytes in sizes]
         if HUGE in sizes:
             try:
-                stack.enter_context(huge_pages(3 * len(WAYS)))
+                stack.enter_context(huge_pages(3 * len(PEERS)))
                 cases.append((HUGE_PAGES, HUGE))
             except Skipped as reason:
-                skipped.append({"peer": "all", "situation": HUGE_PAGES, "reason": str(reason)})
+                skipped.append({"line": "all", "situation": HUGE_PAGES, "reason": str(reason)})
         result = timed(options, cases, progress)
     pages = [row for row in result.rows if row["nbytes"] == PAGE]
     # Counts, unlike times, are not disturbed by what else runs.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         counted = pool.map(lambda row: count(row, options.quick), pages)
         for i, row in enumerate(pages):
-            progress(0.5 + i / len(pages) / 2, f"counting: {row['peer']}, {row['situation']}")
+            progress(0.5 + i / len(pages) / 2, f"counting: {row['line']}, {row['situation']}")
             skipped += next(counted)
     return result._replace(skipped=result.skipped + skipped)
 
@@ -135,13 +136,13 @@ def timed(
     rounds = 5 if options.quick else 15
     rows: list[Row] = []
     skipped: Skips = []
-    with started(Bench, environments(), skipped) as workers:
+    with started(Bench, PEERS, skipped) as workers:
         for i, (situation, nbytes) in enumerate(cases):
             case = {"situation": situation, "nbytes": nbytes}
             progress(i / len(cases) / 2, f"{situation}, {terminal.size(nbytes)}")
             ready = ask_all(workers, skipped, "prepare", **case)
             for peer, samples in interleave(workers, ready, rounds, "sample").items():
-                rows.append({"peer": peer, **case, "pair_ns": summary(samples)})
+                rows.append({"line": peer, **case, "pair_ns": summary(samples)})
     return Result(rounds, rows, skipped)
 
 
@@ -150,7 +151,7 @@ def count(row: Row, quick: bool) -> Skips:
     new = row["situation"] == "new"
     wanted = {"system_calls": new or not quick, "instructions": new and not quick}
     request = {"do": "count", "situation": row["situation"], "nbytes": row["nbytes"]}
-    counted = Counted(Bench, {"peer": row["peer"]}, WAYS[row["peer"]].environment, request)
+    counted = Counted(Bench, {"peer": row["line"]}, PEERS[row["line"]], request)
     times = max(1, min(int(COUNTED_NS / row["pair_ns"]["median"]), MOST_PAIRS))
     return counted.into(row, times, [name for name, is_wanted in wanted.items() if is_wanted])
 

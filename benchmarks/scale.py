@@ -25,11 +25,10 @@ from rdmafork.cli import machine, terminal
 from . import _plots
 from ._harness import Document, Result, Row, main, summary
 from ._peers import (
+    COPIED,
     PAGE,
     WAYS,
     Engine,
-    Peer,
-    Way,
     available,
     calibrated,
     in_turns,
@@ -52,7 +51,7 @@ MEASURES: dict[str, Callable[[float], str]] = {
 }
 FLOOR = "copied by the kernel"
 MARKING = ("libibverbs", "rdmafork eager", "rdmafork lazy")
-PEERS = {FLOOR: Way(Peer)} | {name: WAYS[name] for name in MARKING}
+PEERS = {FLOOR: WAYS[COPIED]} | {name: WAYS[name] for name in MARKING}
 ARENA, PIECE, STEP = 64 << 20, 64 << 10, 64
 COUNTS, QUICK = (1, 1_000, 10_000, 100_000, 1_000_000), (1, 1_000, 40_000)
 PIN_ENTRIES = 1 << 14  # the most of one io_uring
@@ -64,7 +63,7 @@ class Bench:
     """One peer with so many live registrations."""
 
     def __init__(self, peer: str) -> None:
-        self._peer = PEERS[peer].peer()
+        self._line, self._peer = peer, PEERS[peer].peer()
         self._pins: list[_pins.Pins] = []
         self._next = self._nbytes = self._loops = self._mappings = 0
 
@@ -91,7 +90,7 @@ class Bench:
         row: Row = {"reached": reached}
         if code:
             row["error"] = errno.errorcode[code]
-        if live >= ENOUGH and type(self._peer) is not Peer:
+        if live >= ENOUGH and self._line != FLOOR:
             row["bytes_each"] = round((resident_bytes() - resident) / reached, 1)
         if live >= ENOUGH and isinstance(self._peer, Engine):
             counted = rdmafork.stats().engine_bytes - counted
@@ -135,7 +134,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
     rows: list[Row] = []
     no_pins = _pins.available()
     if no_pins:
-        skipped.append({"peer": "all", "reason": f"the pages are not pinned: {no_pins}"})
+        skipped.append({"line": "all", "reason": f"the pages are not pinned: {no_pins}"})
     cases = [(layout, live) for layout in ("arena", "isolated") for live in counts]
     for i, (layout, live) in enumerate(cases):
         case = {"layout": layout, "live": live}
@@ -143,7 +142,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
         try:
             available(nbytes)
         except Skipped as reason:
-            skipped.append({"peer": "all", **case, "reason": str(reason)})
+            skipped.append({"line": "all", **case, "reason": str(reason)})
             continue
         for peers in in_turns(PEERS, nbytes):
             progress(i / len(cases), f"{layout}, {live:,} live: {', '.join(peers)}")
@@ -158,11 +157,11 @@ def live_rows(
 ) -> Iterable[Row]:
     """A row for each of these peers."""
     ready = ask_all(workers, skipped, "prepare", **case, pinned=pinned)
-    rows = {peer: {"peer": peer, **case, **answer} for peer, answer in ready.items()}
+    rows = {peer: {"line": peer, **case, **answer} for peer, answer in ready.items()}
     for peer, row in rows.items():
         if "error" in row:
             reason = f"no more than {row['reached']:,}: {row['error']}"
-            skipped.append({"peer": peer, **case, "reason": reason})
+            skipped.append({"line": peer, **case, "reason": reason})
     full = [peer for peer, row in rows.items() if "error" not in row]
     marking = [peer for peer in full if peer != FLOOR]
 
@@ -189,7 +188,7 @@ def plot(document: Document, directory: Path) -> list[Path]:
     for layout, title in (("arena", "inside one arena"), ("isolated", "isolated pages")):
         rows = [row for row in document["rows"] if row["layout"] == layout]
         stops = {
-            row["peer"]: f", no more than {row['reached']:,}" for row in rows if "error" in row
+            row["line"]: f", no more than {row['reached']:,}" for row in rows if "error" in row
         }
         panels.append(_plots.Panel(title, rows, stops))
     return [

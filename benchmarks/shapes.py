@@ -31,10 +31,10 @@ from rdmafork.cli import terminal
 from . import _plots, _tables
 from ._harness import Document, Result, Row, main
 from ._measures import rounded, summary
-from ._peers import available, in_turns
+from ._peers import ENGINES, available, in_turns
 from ._pool import huge_pages
 from ._progress import Progress
-from ._shapes import ENGINES, FLOOR, MADVISE, PINNED, SHAPES, Bench, Shape
+from ._shapes import FLOOR, MADVISE, PINNED, SHAPES, Bench, Shape
 from ._shapes import PEERS as PEERS
 from ._workers import Skipped, Skips, started
 
@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
     rounds = QUICK if options.quick else ROUNDS
     no_pins = _pins.available()
     if no_pins:
-        skipped.append({"peer": PINNED, "reason": f"nothing can be pinned: {no_pins}"})
+        skipped.append({"line": PINNED, "reason": f"nothing can be pinned: {no_pins}"})
     cases = []
     for name in options.shapes:
         full = SHAPES[name].quick if options.quick else SHAPES[name].number
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
             with huge_pages((len(peers) + 1) * shape.huge_pages(count)):
                 rows += case_rows(shape, case, peers, rounds, skipped)
         except Skipped as reason:
-            skipped.append({"peer": "all", **case, "reason": str(reason)})
+            skipped.append({"line": "all", **case, "reason": str(reason)})
     compare(rows)
     return Result(rounds, rows, unique(skipped))
 
@@ -114,7 +114,7 @@ def case_rows(
         for group in in_turns(order, int(case["count"] * shape.bytes_each)):
             for peer, sample in samples(shape, case, group, skipped):
                 found[peer].append(sample)
-    return [{"peer": peer, **case, **row_of(some)} for peer, some in found.items() if some]
+    return [{"line": peer, **case, **row_of(some)} for peer, some in found.items() if some]
 
 
 def samples(
@@ -134,7 +134,7 @@ def samples(
                     raise Skipped(f"no more than {reached:,} registrations: {ready[peer]['error']}")
                 ready[peer]["first"] = worker.ask("fork")
             except Skipped as reason:
-                skipped.append({"peer": peer, **case, "reason": str(reason)})
+                skipped.append({"line": peer, **case, "reason": str(reason)})
                 ready.pop(peer, None)
         for peer, sample in ready.items():
             sample["later"] = workers[peer].ask("forks")
@@ -168,10 +168,10 @@ def least(samples: Any) -> dict[str, Any]:
 
 def compare(rows: list[Row]) -> None:
     """Each row with its floor, and with the row of half the number."""
-    at = {(row["peer"], row["shape"], row["count"]): row for row in rows}
+    at = {(row["line"], row["shape"], row["count"]): row for row in rows}
     for row in rows:
         floor = at.get((FLOOR, row["shape"], row["count"]))
-        half = at.get((row["peer"], row["shape"], row["count"] // 2))
+        half = at.get((row["line"], row["shape"], row["count"] // 2))
         if floor and floor is not row:
             row["fork_times"] = times(row, floor, "fork_us")
             row["child_times"] = times(row, floor, "child_us")
@@ -219,7 +219,7 @@ def plot(document: Document, directory: Path) -> list[Path]:
         axis.axvline(1, color=_plots.BLACK, linestyle="--", linewidth=1)
         for i, peer in enumerate(peers):
             found = {row["shape"]: row["fork_times"] for row in document["rows"]
-                     if (row["peer"], row["count"]) == (peer, most[row["shape"]])
+                     if (row["line"], row["count"]) == (peer, most[row["shape"]])
                      and "fork_times" in row}  # fmt: skip
             # One beside the other where they are alike.
             at = [shapes.index(shape) + 0.13 * (len(peers) // 2 - i) for shape in found]

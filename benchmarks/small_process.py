@@ -9,8 +9,8 @@ The peers: madvise(MADV_DONTFORK) of the memory and no library more (the floor),
 librdmafork.so loaded and not used, and the memory as one registration, lazily and eagerly, or
 with a partial page at either end where the kernel's copying is not trusted.
 The least of all forks: until fork() has returned in the parent, and in the child. Of one fork: the
-page faults of either process until then, the process's mappings, and the system calls of both,
-counted by strace.
+page faults of either process until then, the process's mappings, the system calls of both, counted
+by strace, and the instructions of fork() in either, its handlers among them, counted by callgrind.
 """
 
 import argparse
@@ -27,7 +27,9 @@ from rdmafork.cli import terminal
 
 from . import _compiled, _plots
 from ._harness import Document, Result, Row, main
+from ._instructions import CALLGRIND, FOUND
 from ._measures import rounded
+from ._peers import FLOOR, WAYS
 from ._progress import Progress
 from ._workers import Environment, Skipped, Skips, environment
 
@@ -169,15 +171,14 @@ int main(int argc, char **argv)
 
 PARAMETERS = ("pages",)
 PAGES = ("base", "transparent huge")
-FLOOR = "madvise"
-UNTRUSTED: Environment = {"RDMAFORK_TRUST_COPYING": "0"}
-# How it protects the memory, and its environment.
+# How it protects the memory, and its environment: no Python is in the program, so no class of
+# _peers.py can register there.
 PEERS: dict[str, tuple[str, Environment]] = {
     FLOOR: ("none", {}),
     "madvise, rdmafork loaded": ("load", {}),
-    "rdmafork lazy": ("0", {"RDMAFORK_MODE": "lazy"}),
-    "rdmafork eager": ("0", {"RDMAFORK_MODE": "eager"}),
-    "rdmafork whole pages": ("100", {"RDMAFORK_MODE": "eager", **UNTRUSTED}),
+    "rdmafork lazy": ("0", WAYS["rdmafork lazy"].environment),
+    "rdmafork eager": ("0", WAYS["rdmafork eager"].environment),
+    "rdmafork whole pages": ("100", WAYS["rdmafork whole pages"].environment),
 }
 
 
@@ -192,6 +193,8 @@ MEASURES: dict[str, Callable[[float], str]] = {
     "child_faults": "{:,}".format,
     "mappings": "{:,}".format,
     "system_calls": "{:,}".format,
+    "parent_instructions": "{:,}".format,
+    "child_instructions": "{:,}".format,
 }
 ROUNDS, FORKS = 6, 100
 QUICK_ROUNDS, QUICK_FORKS = 1, 20
@@ -207,8 +210,14 @@ class Program:
             directory, PROGRAM, "-I", rdmafork.get_include(), "-ldl"
         )  # fmt: skip
 
-    def run(self, peer: str, pages: str, forks: int, nbytes: int, *counter: str) -> list[list[int]]:
-        """A line a fork: until it has returned in the parent, in the child; and what is counted."""
+    def run(self, peer: str, pages: str, forks: int, nbytes: int) -> list[list[int]]:
+        """A line a fork: until it has returned in the parent, in the child; then the counts."""
+        done = self._done(peer, pages, forks, nbytes)
+        return [[int(value) for value in line.split()] for line in done.stdout.splitlines()]
+
+    def _done(
+        self, peer: str, pages: str, forks: int, nbytes: int, *counter: str
+    ) -> subprocess.CompletedProcess[str]:
         how, variables = PEERS[peer]
         numbers = [str(forks), pages, str(nbytes)]
         command = [*counter, self._path, rdmafork.get_library(), how, *numbers]
@@ -220,7 +229,7 @@ class Program:
             raise Skipped(f"{counter[0]} is not installed") from None
         if done.returncode:
             raise Skipped(done.stderr.strip()[-200:] or f"exit status {done.returncode}")
-        return [[int(value) for value in line.split()] for line in done.stdout.splitlines()]
+        return done
 
     def system_calls(self, peer: str, pages: str) -> dict[str, int]:
         """Of a fork, by name, in both processes. Raises Skipped where strace is not to be had."""
@@ -231,9 +240,27 @@ class Program:
     def _calls(self, peer: str, pages: str, forks: int) -> dict[str, int]:
         with tempfile.NamedTemporaryFile("r") as output:
             strace = ["strace", "-f", "-c", "-U", "calls,name", "-o", output.name]
-            self.run(peer, pages, forks, QUICK_NBYTES, *strace)
+            self._done(peer, pages, forks, QUICK_NBYTES, *strace)
             found = re.findall(r"^ *(\d+) (\w+)$", output.read(), re.M)
         return {name: int(number) for number, name in found if name != "total"}
+
+    def instructions(self, peer: str, pages: str) -> tuple[int, int]:
+        """Of fork(), in the parent and in the child. Raises Skipped without valgrind.
+
+        A child begins with its parent's count, and ends before its parent does.
+        """
+        (_, parent_first), (*_, child, parent) = (
+            self._collected(peer, pages, forks) for forks in (1, 2)
+        )
+        return parent - parent_first, child - parent_first
+
+    def _collected(self, peer: str, pages: str, forks: int) -> list[int]:
+        callgrind = [*CALLGRIND, "--toggle-collect=fork"]
+        done = self._done(peer, pages, forks, QUICK_NBYTES, *callgrind)
+        found = re.findall(FOUND["valgrind"], done.stderr)
+        if len(found) != forks + 1:
+            raise Skipped("valgrind counts no instructions here")
+        return [int(number) for number in found]
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Result:
@@ -243,12 +270,12 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
     rows: list[Row] = []
     no_pins = _pins.available()
     if no_pins:
-        return Result(rounds, [], [{"peer": "all", "reason": f"nothing can be pinned: {no_pins}"}])
+        return Result(rounds, [], [{"line": "all", "reason": f"nothing can be pinned: {no_pins}"}])
     with tempfile.TemporaryDirectory() as directory:
         try:
             program = Program(directory)
         except Skipped as reason:
-            return Result(rounds, [], [{"peer": "all", "reason": str(reason)}])
+            return Result(rounds, [], [{"line": "all", "reason": str(reason)}])
         for i, pages in enumerate(PAGES):
             found: dict[str, list[list[list[int]]]] = {}
             for done in range(rounds):
@@ -257,16 +284,29 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
                     try:
                         found.setdefault(peer, []).append(program.run(peer, pages, forks, nbytes))
                     except Skipped as reason:
-                        skip = {"peer": peer, "pages": pages, "reason": str(reason)}
+                        skip = {"line": peer, "pages": pages, "reason": str(reason)}
                         skipped += [skip] * (skip not in skipped)
             rows += [row_of(peer, pages, found[peer]) for peer in PEERS if peer in found]
-        try:
-            for row in rows:
-                calls = program.system_calls(row["peer"], row["pages"])
-                row["system_calls"], row["calls"] = sum(calls.values()), calls
-        except Skipped as reason:
-            skipped.append({"peer": "all", "counting": "system_calls", "reason": str(reason)})
+        for counting, count in COUNTINGS.items():
+            try:
+                for row in rows:
+                    count(program, row)
+            except Skipped as reason:
+                skipped.append({"line": "all", "counting": counting, "reason": str(reason)})
     return Result(rounds, rows, skipped)
+
+
+def count_calls(program: Program, row: Row) -> None:
+    calls = program.system_calls(row["line"], row["pages"])
+    row["system_calls"], row["calls"] = sum(calls.values()), calls
+
+
+def count_instructions(program: Program, row: Row) -> None:
+    here, there = program.instructions(row["line"], row["pages"])
+    row["parent_instructions"], row["child_instructions"] = here, there
+
+
+COUNTINGS = {"system_calls": count_calls, "instructions": count_instructions}
 
 
 def row_of(peer: str, pages: str, runs: list[list[list[int]]]) -> Row:
@@ -275,7 +315,7 @@ def row_of(peer: str, pages: str, runs: list[list[list[int]]]) -> Row:
     parent, child, mappings = runs[-1][-1]
     here, there = (rounded(min(each) / 1e3) for each in zip(*times, strict=True))
     return {
-        "peer": peer,
+        "line": peer,
         "pages": pages,
         "fork_us": {"median": here, "quartiles": [here, here]},
         "child_us": {"median": there, "quartiles": [there, there]},
@@ -290,7 +330,7 @@ def plot(document: Document, directory: Path) -> list[Path]:
     rows = [row for row in document["rows"] if row["pages"] == PAGES[0]][::-1]
     path = directory / "small_process.svg"
     with _plots.bars(path, document, len(rows)) as axis:
-        peers = [row["peer"] for row in rows]
+        peers = [row["line"] for row in rows]
         there = [row["child_us"]["median"] for row in rows]
         here = [row["fork_us"]["median"] for row in rows]
         axis.barh(peers, there, height=0.6, color="#BBBBBB", label="in the child")

@@ -73,12 +73,12 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
     cases = [(ranges, threads) for ranges in ("disjoint", "shared") for threads in counts]
     rows: list[Row] = []
     skipped: Skips = []
-    with started(Bench, environments(*PEERS), skipped) as workers:
+    with started(Bench, environments(PEERS), skipped) as workers:
         for i, (ranges, threads) in enumerate(cases):
             case = {"ranges": ranges, "threads": threads}
             progress(i / len(cases), f"{threads} threads, {ranges} ranges")
             for peer, samples in interleave(workers, workers, rounds, "sample", **case).items():
-                rows.append({"peer": peer, **case, "pairs_per_second": summary(samples)})
+                rows.append({"line": peer, **case, "pairs_per_second": summary(samples)})
     return Result(rounds, rows, skipped)
 
 

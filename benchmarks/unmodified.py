@@ -42,7 +42,7 @@ MEASURES: dict[str, Callable[[float], str]] = {
 }
 NBYTES = 128 << 20
 
-# A caller like libibverbs' drivers, which reach its function through slots.
+# A caller like libibverbs' drivers, which reach its function through the GOT.
 CALLER = """
 #include <stddef.h>
 int ibv_dontfork_range(void *base, size_t size);
@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
 
 
 def row(program: str, peer: str, found: dict[str, Any]) -> Row:
-    made = {"peer": peer, "program": program, "registered_bytes": found["nbytes"]}
+    made = {"line": peer, "program": program, "registered_bytes": found["nbytes"]}
     made["fork_ns"] = summary(found["fork_ns"])
     made["child_own_bytes"] = found["child_nbytes"]
     return made | ({"in_place": found["in_place"]} if "in_place" in found else {})
@@ -121,8 +121,8 @@ def plot(document: Document, directory: Path) -> list[Path]:
     with _plots.bars(path, document, len(rows)) as axis:
         for at, bar in enumerate(rows):
             value = bar["fork_ns"]["median"] / 1e6
-            name = f"{bar['program']} ({terminal.size(bar['registered_bytes'])}), {bar['peer']}"
-            axis.barh(name, value, height=0.6, color=colours[bar["peer"]])
+            name = f"{bar['program']} ({terminal.size(bar['registered_bytes'])}), {bar['line']}"
+            axis.barh(name, value, height=0.6, color=colours[bar["line"]])
             axis.annotate(
                 terminal.milliseconds(bar["fork_ns"]["median"]), (value, at),
                 xytext=(4, 0), textcoords="offset points", va="center", fontsize=7,

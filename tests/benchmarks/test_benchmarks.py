@@ -44,7 +44,7 @@ def documents(tmp_path_factory):
 
 
 def peers(document):
-    return {row["peer"] for row in document["rows"]}
+    return {row["line"] for row in document["rows"]}
 
 
 # ---- every benchmark --------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_the_result_is_complete(documents, name):
     assert document["commit"] == rdmafork.__version__ and document["rounds"] >= 3
     assert document["machine"]["kernel"]["release"] == os.uname().release
     for row in document["rows"]:
-        assert {"peer", *module.PARAMETERS} <= row.keys(), row
+        assert {"line", *module.PARAMETERS} <= row.keys(), row
         assert any(measure in row for measure in module.MEASURES), row
     for skip in document["skipped"]:
         assert skip["reason"] and skip.keys() - {"reason"}
@@ -78,15 +78,15 @@ def test_medians_lie_between_quartiles_and_ratios_are_of_medians(documents, name
             floor = [
                 other[measure]["median"]
                 for other in rows
-                if other["peer"] == module.FLOOR
+                if other["line"] == module.FLOOR
                 and all(other[key] == row[key] for key in module.PARAMETERS)
                 and measure in other
             ]
-            assert ("to_floor" in row[measure]) == bool(floor)
+            assert ("to_baseline" in row[measure]) == bool(floor)
             if floor:
                 compared += 1
                 ratio = row[measure]["median"] / floor[0]
-                assert row[measure]["to_floor"] == pytest.approx(ratio, rel=1e-3)
+                assert row[measure]["to_baseline"] == pytest.approx(ratio, rel=1e-3)
     assert compared > len(module.PARAMETERS)
 
 
@@ -94,7 +94,7 @@ def test_medians_lie_between_quartiles_and_ratios_are_of_medians(documents, name
 def test_every_peer_is_measured_or_skipped_with_a_reason(documents, name):
     document = documents(name)
     ways = {"libibverbs", "rdmafork eager", "rdmafork lazy"}
-    assert ways <= peers(document) | {skip.get("peer") for skip in document["skipped"]}
+    assert ways <= peers(document) | {skip.get("line") for skip in document["skipped"]}
 
 
 @pytest.mark.skipif(WITHOUT_FIGURES is not None, reason=str(WITHOUT_FIGURES))
@@ -117,9 +117,9 @@ def test_system_calls_are_counted(documents):
     document = documents("registration")
     if any(skip.get("counting") == "system_calls" for skip in document["skipped"]):
         pytest.skip(str(document["skipped"]))
-    page = {row["peer"]: row for row in rows(document, situation="new", nbytes=4096)}
+    page = {row["line"]: row for row in rows(document, situation="new", nbytes=4096)}
     counted = {peer: round(row["system_calls"]) for peer, row in page.items()}
-    assert counted["null system call"] == 1 and counted["madvise pair"] == 2
+    assert counted["null system call"] == 1 and counted["madvise"] == 2
     assert counted["rdmafork lazy"] == counted["memoryview, Python"] == 0
     assert counted["rdmafork eager"] == 2
 
@@ -127,10 +127,10 @@ def test_system_calls_are_counted(documents):
 def test_peers_that_mark_pages_at_once_end_at_the_limit_of_mappings(documents):
     document = documents("scale")
     limit = rdmafork.kernel_info().max_map_count
-    for row in rows(document, peer="libibverbs", layout="isolated", live=40_000):
+    for row in rows(document, line="libibverbs", layout="isolated", live=40_000):
         assert row["reached"] < limit and "fork_ns" not in row
         assert any(skip.get("live") == 40_000 for skip in document["skipped"])
-    for row in rows(document, peer="rdmafork lazy"):
+    for row in rows(document, line="rdmafork lazy"):
         assert row["reached"] == row["live"]
 
 
@@ -170,7 +170,7 @@ def test_a_peer_that_is_absent_is_skipped_and_the_others_go_on():
     skipped = []
     with _workers.started(Obliging, {"absent": {}, "there": {}}, skipped) as workers:
         assert list(workers) == ["there"]
-    assert skipped == [{"peer": "absent", "reason": "it is not installed"}]
+    assert skipped == [{"line": "absent", "reason": "it is not installed"}]
 
 
 def test_a_failure_names_the_worker_the_call_and_the_error():
@@ -195,14 +195,14 @@ def run_with(*medians, spread=0.0):
     return {
         "rows": [
             {
-                "peer": peer,
+                "line": peer,
                 "situation": "new",
                 "nbytes": 4096,
                 "pair_ns": {"median": ns, "quartiles": [ns * (1 - spread), ns * (1 + spread)]},
             }
             for peer, ns in found
         ],
-        "skipped": [{"peer": "libibverbs", "reason": "it is not installed"}],
+        "skipped": [{"line": "libibverbs", "reason": "it is not installed"}],
     }
 
 
@@ -210,8 +210,8 @@ LAZY_TO_NULL = _claims.Claim(
     "a tenth of a null call",
     "registration",
     "pair_ns",
-    {"peer": "rdmafork lazy"},
-    {"peer": "null system call"},
+    {"line": "rdmafork lazy"},
+    {"line": "null system call"},
     most=0.1,
 )
 
@@ -239,7 +239,7 @@ def test_a_claim_of_the_least_samples_is_not_excused_by_a_run_that_was_disturbed
 
 
 def test_a_claim_that_cannot_be_checked_says_why_and_does_not_hold():
-    claim = LAZY_TO_NULL._replace(theirs={"peer": "libibverbs"})
+    claim = LAZY_TO_NULL._replace(theirs={"line": "libibverbs"})
     verdict = _claims.judged(claim, [run_with(9)])
     assert not verdict.broken and verdict.why_not == "libibverbs: it is not installed"
     assert _claims.shown(verdict)[0] == "not checked: a tenth of a null call"
@@ -250,7 +250,7 @@ def test_each_claim_is_about_rows_that_are_measured(claim):
     module = _harness.load(claim.benchmark)
     assert claim.measure in module.MEASURES and claim.benchmark in _claims.RUNS
     for side in (claim.ours, claim.theirs):
-        assert side.keys() <= {"peer", *module.PARAMETERS}
+        assert side.keys() <= {"line", *module.PARAMETERS}
     assert claim.aim is None or claim.aim < claim.most
 
 

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from conftest import FREE_THREADED, TIMEOUT, fresh, needs_lazy, needs_pins
 
 import rdmafork
 from rdmafork import _pins
-from rdmafork.benchmarks import _pool, _shapes, fork_latency, shapes, small_process
+from rdmafork.benchmarks import _peers, _pool, _shapes, fork_latency, shapes, small_process
 from rdmafork.benchmarks._progress import Progress
 from rdmafork.benchmarks._workers import Skipped
 
@@ -46,11 +47,11 @@ def document(name, folder, *arguments, prefix=(), **variables):
 def complete(found):
     """Every row has its peer and its parameters, and every median is divided by the floor's."""
     module = importlib.import_module(f"rdmafork.benchmarks.{found['benchmark']}")
-    assert {row["peer"] for row in found["rows"]} | {
-        skip["peer"] for skip in found["skipped"]
+    assert {row["line"] for row in found["rows"]} | {
+        skip["line"] for skip in found["skipped"]
     } >= set(module.PEERS)
     for row in found["rows"]:
-        assert set(row) >= {"peer", *module.PARAMETERS}
+        assert set(row) >= {"line", *module.PARAMETERS}
         measured = [row[name] for name in module.MEASURES if name in row]
         assert measured
         for value in measured:
@@ -62,7 +63,7 @@ def complete(found):
 
 def of(rows, peer, **parameters):
     """The rows of a peer in these situations."""
-    wanted = {"peer": peer, **parameters}.items()
+    wanted = {"line": peer, **parameters}.items()
     return [row for row in rows if wanted <= row.items()]
 
 
@@ -77,7 +78,9 @@ def latencies(tmp_path_factory):
 @needs_pins
 def test_fork_latency_has_every_peer_and_measure(latencies):
     for row in complete(latencies):
-        assert all(row[name]["to_floor"] for name in fork_latency.MEASURES if row[name]["median"])
+        assert all(
+            row[name]["to_baseline"] for name in fork_latency.MEASURES if row[name]["median"]
+        )
 
 
 @needs_pins
@@ -146,7 +149,7 @@ def test_each_shape_is_measured_or_skipped_with_a_reason(shaped):
                 there = of(rows, peer, shape=name, count=count)
                 why = [
                     skip for skip in shaped["skipped"]
-                    if skip["peer"] in (peer, "all") and skip.get("shape", name) == name
+                    if skip["line"] in (peer, "all") and skip.get("shape", name) == name
                 ]  # fmt: skip
                 assert len(there) == 1 or why, (name, peer, count)
 
@@ -157,7 +160,7 @@ def test_a_shape_is_compared_with_its_floor_and_with_half_of_it(shaped):
     for row in rows:
         same = {"shape": row["shape"], "count": row["count"]}
         (floor,) = of(rows, _shapes.FLOOR, **same)
-        halves = of(rows, row["peer"], shape=row["shape"], count=row["count"] // 2)
+        halves = of(rows, row["line"], shape=row["shape"], count=row["count"] // 2)
         assert ("growth" in row) == bool(halves)
         for name in shapes.FORKS:
             assert row[name]["minimum"] <= row[name]["quartiles"][0]
@@ -176,7 +179,7 @@ def test_a_shape_is_registered_whole(shaped):
             if row["shape"] == name:
                 wanted = row["count"] if shape.held else _shapes.UNHELD
                 assert row["reached"] == wanted, row
-                assert ("register_ns" in row) == (row["peer"] in _shapes.ENGINES)
+                assert ("register_ns" in row) == (row["line"] in _peers.ENGINES)
 
 
 @fresh
@@ -204,7 +207,7 @@ def test_blocks_lie_on_the_pages_that_are_pinned_and_marked():
 def test_a_fork_and_its_growth_are_compared_by_their_least():
     def row(peer, count, first, later):
         return {
-            "peer": peer, "shape": "nested inwards", "count": count, "reached": count,
+            "line": peer, "shape": "nested inwards", "count": count, "reached": count,
             "first_fork_us": {"minimum": first}, "fork_us": {"minimum": later},
             "first_child_us": {"minimum": 1}, "child_us": {"minimum": 1},
             **({"register_ns": {"minimum": 50 * count}} if peer != _shapes.FLOOR else {}),
@@ -235,7 +238,7 @@ def test_shapes_that_cannot_be_registered_whole_are_skipped_and_not_compared(mon
     monkeypatch.setattr(shapes, "started", lambda *_, **__: contextlib.nullcontext({peer: Full()}))
     skipped = []
     assert shapes.case_rows(shape, case, [peer], 3, skipped) == []
-    told = {"peer": peer, **case, "reason": "no more than 7 registrations: ENOMEM"}
+    told = {"line": peer, **case, "reason": "no more than 7 registrations: ENOMEM"}
     assert shapes.unique(skipped) == [told] and len(skipped) == 3
 
 
@@ -252,15 +255,24 @@ def test_the_figure_of_shapes_is_written(shaped, tmp_path):
 @needs_lazy
 def test_a_small_process_forks_with_each_peer(tmp_path):
     rows = complete(document("small_process", tmp_path))
-    assert {(row["peer"], row["pages"]) for row in rows} == {
+    assert {(row["line"], row["pages"]) for row in rows} == {
         (peer, pages) for peer in small_process.PEERS for pages in small_process.PAGES
     }
     for row in rows:
-        assert row["fork_us"]["to_floor"] and row["child_us"]["median"] > row["fork_us"]["median"]
+        assert (
+            row["fork_us"]["to_baseline"] and row["child_us"]["median"] > row["fork_us"]["median"]
+        )
         if "calls" in row:
             # The addresses of what is registered are reserved, and the child says why it dies.
-            registered = row["peer"] not in (small_process.FLOOR, "madvise, rdmafork loaded")
+            registered = row["line"] not in (small_process.FLOOR, "madvise, rdmafork loaded")
             assert ("mmap" in row["calls"]) == ("rt_sigaction" in row["calls"]) == registered
+        if "child_instructions" in row:
+            assert row["child_instructions"] > row["parent_instructions"] > 0
+    # Each way adds to the one before it, as the library is loaded, and then has work to do.
+    counted = [row["child_instructions"] for row in rows if "child_instructions" in row]
+    if len(counted) == len(rows):
+        alone, loaded, *ours = counted[: len(small_process.PEERS)]
+        assert alone < loaded < min(ours)
 
 
 # ---- the others ---------------------------------------------------------------------------
@@ -274,23 +286,26 @@ def test_break_even_says_which_marks_pay_and_which_the_engine_makes(tmp_path):
     if rdmafork.kernel_info().copy_on_fork_trusted:
         assert {row["marked"] for row in of(rows, "rdmafork lazy")} == {1}
     break_even = importlib.import_module("rdmafork.benchmarks.break_even")
-    text = "\n".join(break_even.table(found))
-    assert text.count("cheaper copied by the kernel: ") == text.count("unmarked by rdmafork: ") == 2
+    lines = list(break_even.table(found))
+    assert sum(line.startswith("A mark saves time for ") for line in lines) == 2
+    for line in lines:
+        units = set(re.findall(r"\d (ns|us|ms|s)\b|\d(%)", line))
+        assert len(units) <= 1, line
 
 
 @pytest.mark.parametrize(
     ("gains", "said"),
     [
-        ({1: -5, 2: 3, 4: 9}, "runs below 2 pages"),
-        ({1: 4, 2: -1, 4: 9}, "runs below 4 pages"),
-        ({1: 1, 2: 1}, "none"),
-        ({1: 1, 2: -1}, "all runs measured"),
-        ({}, "not measured"),
+        ({1: -5, 2: 3, 4: 9}, "runs of 2 or more pages"),
+        ({1: 4, 2: -1, 4: 9}, "runs of 4 or more pages"),
+        ({1: 1, 2: 1}, "every run measured"),
+        ({1: 1, 2: -1}, "no run measured"),
+        ({}, "an unknown number of runs"),
     ],
 )
 def test_a_threshold_is_where_all_from_there_on_gain(gains, said):
     break_even = importlib.import_module("rdmafork.benchmarks.break_even")
-    assert break_even.below(gains) == said
+    assert break_even.which(gains) == said
 
 
 def test_importing_starts_no_thread_and_asks_the_kernel_for_nothing(tmp_path):
@@ -320,7 +335,7 @@ def test_without_a_device_the_device_benchmark_says_so(tmp_path):
     found = document("device", tmp_path)
     if found["rows"]:
         pytest.skip("there is an RDMA device: see tests/vm")
-    assert [skip["peer"] for skip in found["skipped"]] == ["all"]
+    assert [skip["line"] for skip in found["skipped"]] == ["all"]
 
 
 def test_mpi_alone_says_how_to_start_it(tmp_path):

@@ -24,7 +24,7 @@ from conftest import (
     shared_map,
     unmap,
 )
-from refused import refuse
+from seccomp import refuse
 
 import rdmafork
 from rdmafork import _pins
@@ -184,7 +184,7 @@ def test_errors_of_a_transfer(device):
     memory, address = filled(2 * PAGE)
     pins = Pins([(address, PAGE), (address + PAGE, PAGE)])
     for at, nbytes in ((address - 1, 2), (address + PAGE - 1, 2), (address + 2 * PAGE, 1)):
-        with pytest.raises(ValueError, match="not inside one pinned entry"):
+        with pytest.raises(ValueError, match="crosses the boundary of a pinned entry"):
             pins.read_fixed(device, at, nbytes)
     with pytest.raises(OSError) as caught:
         pins.read_fixed(987654, address, 1)

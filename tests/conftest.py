@@ -83,9 +83,11 @@ modes_and_trust = pytest.mark.parametrize(
 
 # ---- order ------------------------------------------------------------------------------
 
-# Each file is one process's, so those that take longest begin first.
+# Each file is one process's, so those that take longest begin first: the files with the largest
+# sums of `make test PYTEST_ARGS=--durations=0`, to be looked at again when a file grows or parts.
 LONGEST = """killers deadlocks benchmarks_fork model libibverbs_defects benchmarks demo buffer soak
-    intercept buffer_life failures devices cli_bench protection security child machine""".split()
+    intercept buffer_life failures devices cli_bench protection security child
+    random_calls""".split()
 
 
 def pytest_collection_modifyitems(items):
@@ -194,8 +196,8 @@ BOOT = """
 import sys
 sys.path[0] = sys.argv[1]  # not the working directory
 sys.path[1:1] = sys.argv[4:]
-import light
-sys.modules["pytest"] = light
+import without_pytest
+sys.modules["pytest"] = without_pytest
 import conftest
 conftest.serve(int(sys.argv[2]), int(sys.argv[3]))
 """
@@ -213,7 +215,7 @@ def compiled(path):
         if isinstance(node, ast.Import) and node.names[0].asname == "@pytest_ar":
             node.names[0].name = "explanations"
             place = {"lineno": node.lineno, "col_offset": 0}
-            tree.body[number] = ast.ImportFrom("light", node.names, 0, **place)
+            tree.body[number] = ast.ImportFrom("without_pytest", node.names, 0, **place)
     return marshal.dumps(compile(tree, path, "exec"))
 
 
@@ -658,20 +660,36 @@ def wait_for_lock(file, patience=120):
             time.sleep(0.05)
 
 
+_locked = threading.local()
+
+
+@contextlib.contextmanager
+def pool_lock():
+    """No other test changes the pool of huge pages, or takes any of it. May be nested."""
+    if not _POOL_LOCK.exists() or getattr(_locked, "here", False):
+        yield
+        return
+    with _POOL_LOCK.open() as lock:
+        wait_for_lock(lock)
+        wait_for_pins()
+        _locked.here = True
+        try:
+            yield
+        finally:
+            _locked.here = False
+
+
 @contextlib.contextmanager
 def huge_page_pool(npages):
     """A pool with npages free 2 MiB pages more than are in use; as it was afterwards."""
     if f"Hugepagesize: {HUGE >> 10} kB" not in re.sub(" +", " ", Path("/proc/meminfo").read_text()):
         pytest.skip("the default huge page size is not 2 MiB")
-    # Tests of other processes want to know too how many pages are free.
-    with _POOL_LOCK.open() as lock:
-        wait_for_lock(lock)
+    with pool_lock():
         # A demo's pages are gone when it ends, and are not to be put back then.
         with _POOL.open() as of_demos:
             wait_for_lock(of_demos)
             before = _POOL.read_text()
-            # Pages of a process that is just ending are free and no longer of the pool.
-            in_use = max(int(before) - free_huge_pages(), 0)
+            in_use = int(before) - free_huge_pages()
             try:
                 _POOL.write_text(str(in_use + npages))
             except OSError as error:
@@ -684,12 +702,22 @@ def huge_page_pool(npages):
             _POOL.write_text(before)
 
 
+def wait_for_pins(patience=10):
+    """The kernel takes back a dead process's pins later: until then its huge pages are in use."""
+    from rdmafork import _huge_pages
+
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        total, free = _huge_pages.pool(HUGE)
+        if free == total:
+            return
+        time.sleep(0.02)
+
+
 def free_huge_pages():
-    free, reserved = (
-        int(re.search(rf"HugePages_{name}: +(\d+)", Path("/proc/meminfo").read_text()).group(1))
-        for name in ("Free", "Rsvd")
-    )
-    return free - reserved
+    from rdmafork import _huge_pages
+
+    return _huge_pages.pool(HUGE).free
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from conftest import (
     private_map,
     run,
 )
-from refused import check_claims, marks
+from seccomp import check_claims, marks
 
 import rdmafork
 
@@ -161,6 +161,20 @@ def _every_call(path, mode):
         step()
     assert bench.state() == nothing
     return bench.lib.standin_faults()
+
+
+def test_read_only_memory_is_registered_for_reading_alone(library):
+    run(_read_only_memory, library)
+
+
+def _read_only_memory(path):
+    bench = Bench(path, "eager")
+    bench.open()
+    bench.alloc()
+    for access in (None, 0, rdmafork.Access.REMOTE_READ):
+        bench.domain.register(bytes(PAGE), access).close()
+    with pytest.raises(BufferError, match="read-only"):
+        bench.domain.register(bytes(PAGE), rdmafork.Access.LOCAL_WRITE)
 
 
 def test_lack_of_memory_in_the_library_is_no_property_of_a_device(library):

@@ -107,6 +107,18 @@ def test_a_node_that_a_cgroup_refuses(tree, monkeypatch):
     assert "device cgroup" in device.problem and "--device=" in device.problem
 
 
+def test_refusals_of_both_kinds_are_one_error(tree, monkeypatch):
+    tree.add("mlx5_0", "9803:9b03:0067:ac2a")
+    tree.add("mlx5_1", "9803:9b03:0067:ac2b")
+    forbid(tree, 0o666)
+    (tree.nodes / "uverbs1").chmod(0)
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    every = get_device_list(all=True)
+    assert [d._problem_errno for d in every] == [errno.EPERM, errno.EACCES]
+    with pytest.raises(PermissionError, match="2 RDMA devices, none open to this process"):
+        get_device_list()
+
+
 def test_no_userspace_driver(tree, monkeypatch):
     vendors(tree)
     monkeypatch.setattr(_problems, "driven", lambda: {"rxe0": 0x8C0B2FFFFEBA430C, "siw0": 0})

@@ -1,16 +1,23 @@
 """README and the documentation: every snippet runs, links lead somewhere, named tests exist."""
 
+import argparse
+import importlib
+import json
 import pydoc
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 import snippets
+from conftest import TIMEOUT, environment
 from snippets import PAGES, ROOT
 
 import rdmafork
+from rdmafork import cli
 from rdmafork._results import fields
 from rdmafork.benchmarks import _plots
 
@@ -123,6 +130,45 @@ def test_pages_for_users_have_the_words_of_users():
     for page in pages:
         prose = re.sub(r"\{test\}`[^`]*`|`[^`]*`|\w*_\w*", "", page.read_text())
         assert not INTERNAL.findall(prose), page
+
+
+def test_help_and_errors_have_the_words_of_users():
+    said = {"help(rdmafork)": pydoc.plain(pydoc.render_doc(rdmafork).partition("\nFILE\n")[0])}
+    for command in cli.COMMANDS:
+        made = importlib.import_module(f"rdmafork.cli.{command}")
+        parser = argparse.ArgumentParser(description=made.DESCRIPTION, epilog=made.EPILOG)
+        made.add_arguments(parser)
+        said[command] = parser.format_help()
+    for path in [*ROOT.glob("rdmafork/*.pyi"), ROOT / "docs/trust.md", ROOT / "docs/evidence.md"]:
+        prose = re.sub(r"\{test\}`[^`]*`|`[^`]*`", "", path.read_text())
+        said[path.name] = re.sub(r"^ *from .*", "", prose, flags=re.MULTILINE)
+    for name in ("error_text", "child_fault", "fork_uses", "preload/intercept"):
+        strings = re.findall(r'"((?:[^"\\\n]|\\.)*)"', (ROOT / f"csrc/{name}.c").read_text())
+        said[name] = " ".join(strings)
+    for name, text in said.items():
+        assert not INTERNAL.findall(text), name
+
+
+def keys_of(value):
+    """Those of a JSON document, and of all in it, as words."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key.replace("_", " ")
+            yield from keys_of(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from keys_of(inner)
+
+
+def test_json_has_the_words_of_users():
+    documents = [ROOT / "docs/demo.json", *ROOT.glob("benchmarks/results/*.json")]
+    for path in documents:
+        assert not INTERNAL.findall(" ".join(keys_of(json.loads(path.read_text())))), path
+    doctor = subprocess.run(
+        [sys.executable, "-m", "rdmafork", "doctor", "--json"],
+        capture_output=True, text=True, timeout=TIMEOUT, env=environment({}),
+    )  # fmt: skip
+    assert not INTERNAL.findall(" ".join(keys_of(json.loads(doctor.stdout))))
 
 
 def test_promises_about_old_kernels_are_tested_on_one():

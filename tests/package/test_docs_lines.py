@@ -1,4 +1,4 @@
-"""What the documentation says of a line of the source is said of a line that is there."""
+"""Lines and files of the tree that documentation, comments and docstrings name are there."""
 
 import re
 from pathlib import Path
@@ -9,6 +9,29 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 # `csrc/fork.c: text of the line`
 REFERENCE = re.compile(r"`((?:csrc|rdmafork|tests)/[\w./]+|setup\.py): ([^`\n]+)`")
+
+# A file of the tree as a comment or a docstring names it; an asterisk stands for several.
+NAMED = re.compile(
+    r"(?<![\w./-])(?:csrc|rdmafork|tests|benchmarks|docs|examples|packaging)"
+    r"(?:/[\w.*-]+)*/[\w*-]+\.(?:pyx|pxd|py|md|mk|sh|c|h|txt)\b"
+)
+PYTHON = ("rdmafork", "tests", "benchmarks", "docs", "examples")
+SOURCES = [
+    *(path for name in PYTHON for path in (ROOT / name).rglob("*.py")),
+    *(path for name in ("csrc", "tests") for path in (ROOT / name).rglob("*.[ch]")),
+    *(ROOT / "rdmafork").glob("*.pyx"),
+]
+COMMENTS = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|(?<!["'\w])\#[^\n]*|\"{3}.*?\"{3}""", re.DOTALL | re.VERBOSE
+)
+
+needs_sources = pytest.mark.skipif(
+    not (ROOT / "rdmafork").is_dir(), reason="the package's sources are not here: make test-wheel"
+)
+
+
+def comments(text):
+    return "\n".join(COMMENTS.findall(text))
 
 
 def problems(text):
@@ -21,9 +44,7 @@ def problems(text):
             yield f"{name}: {wanted}: {count} lines"
 
 
-@pytest.mark.skipif(
-    not (ROOT / "rdmafork").is_dir(), reason="the package's sources are not here: make test-wheel"
-)
+@needs_sources
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_line_that_a_page_names_is_there_once(page):
     assert not list(problems(page.read_text()))
@@ -41,3 +62,20 @@ def test_a_line_that_is_gone_or_is_not_the_only_one_is_told():
     assert len(list(problems(gone))) == 2
     assert len(list(problems("`csrc/fork.c: void`"))) == 1
     assert not list(problems("`csrc/fork.c: static void prepare(void)`"))
+
+
+@needs_sources
+def test_files_that_comments_name_exist():
+    named = [
+        (source.relative_to(ROOT), name)
+        for source in {*SOURCES} - {Path(__file__)}
+        for name in NAMED.findall(comments(source.read_text()))
+        if not name.endswith("/test_x.py")  # for any
+    ]
+    assert len(named) > 20
+    assert not [(source, name) for source, name in named if not list(ROOT.glob(name))]
+
+
+def test_a_file_is_found_in_comments_alone():
+    text = 'x = "tests/none.py"\n# tests/some.py\n"""of tests/others/*.c"""\n/* csrc/fork.c */'
+    assert NAMED.findall(comments(text)) == ["tests/some.py", "tests/others/*.c", "csrc/fork.c"]

@@ -41,6 +41,23 @@ def test_torch_dataloader():
     assert f", {sum(n * n for n in range(256))}" in said
 
 
+@pytest.mark.parametrize(
+    "name, module",
+    [("torch_dataloader.py", "torch"), ("mpi_fork.py", "mpi4py"), ("pyverbs_pool.py", "pyverbs"),
+     ("pyverbs_pingpong.py", "pyverbs")],
+)  # fmt: skip
+def test_a_module_that_is_missing_is_told_in_a_sentence(name, module, tmp_path):
+    (tmp_path / f"{module}.py").write_text(f"raise ImportError('no {module} here')")
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name],
+        env=environment({"PYTHONPATH": str(tmp_path)}), capture_output=True, text=True,
+        timeout=TIMEOUT,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{name} needs {module}")
+    assert done.stderr.endswith(f": no {module} here\n") and done.stderr.count("\n") == 1
+
+
 def test_large_buffers():
     took = r" +\d+ ms +\d+\.\d\d ms"
     with huge_page_pool(free_huge_pages() + 4):

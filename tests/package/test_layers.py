@@ -1,6 +1,7 @@
 """The script that draws who includes and calls whom in csrc/ finds what must not be."""
 
 import os
+import re
 import shlex
 import subprocess
 
@@ -44,6 +45,37 @@ def test_a_header_counts_as_its_c_file(tmp_path, monkeypatch):
     sources = sorted(tmp_path.iterdir())
     for graph in layers.included(sources), layers.called(sources, tmp_path):
         assert {"low", "high"} in map(set, layers.groups(graph))
+
+
+DESIGN = layers.ROOT.parent / "docs" / "design.md"
+
+
+def mapped(storey):
+    """The files of one table of docs/design.md, from the top."""
+    section = DESIGN.read_text().split(f"\nIn `csrc/{storey}`:\n")[1].split("\n\n")[0]
+    return [storey + name for name in re.findall(r"^\| `(\w+)` \|", section, re.M)]
+
+
+@pytest.mark.skipif(not DESIGN.is_file(), reason="docs are not here: make test-pythons")
+def test_the_map_is_the_tree(tmp_path):
+    order = mapped("preload/") + mapped("")
+    sources = sorted(layers.ROOT.rglob("*.[ch]"))
+    files = {layers.name_of(path) for path in sources} - {"rdmafork"}
+    assert sorted(order) == sorted(files)
+    upward = [
+        (caller, callee)
+        for caller, callees in layers.called(sources, tmp_path).items()
+        for callee in callees
+        if order.index(callee) < order.index(caller)
+    ]
+    assert not upward
+
+
+@pytest.mark.skipif(not DESIGN.is_file(), reason="docs are not here: make test-pythons")
+def test_the_map_shows_the_opening_of_each_header():
+    shown = re.findall(r"^\.\. opening:: (\S+)$", DESIGN.read_text(), re.M)
+    headers = {layers.name_of(path) for path in layers.ROOT.rglob("*.h")}
+    assert sorted(shown) == sorted(headers - {"rdmafork"})
 
 
 ALONE = """

@@ -12,8 +12,8 @@ import threading
 import time
 from pathlib import Path
 
-import bound
 import pytest
+import self_calling_libibverbs
 from conftest import (
     PAGE,
     SLOWNESS,
@@ -30,10 +30,10 @@ from standin import (
     COUNTS,
     DIRECT,
     DIRECT_CET,
+    GOT,
     NO_PLT,
     OTHER_CODE,
-    READ_ONLY_SLOTS,
-    SLOTS,
+    READ_ONLY_GOT,
     Builder,
     libraries,
     load,
@@ -44,8 +44,8 @@ from standin import (
 import rdmafork
 
 REWRITTEN = [
-    pytest.param(SLOTS, "rewritten", id="slots"),
-    pytest.param(READ_ONLY_SLOTS, "rewritten", id="read-only-slots"),
+    pytest.param(GOT, "rewritten", id="got"),
+    pytest.param(READ_ONLY_GOT, "rewritten", id="read-only-got"),
     pytest.param(NO_PLT, "rewritten", id="no-plt"),
 ]
 PATCHED = [
@@ -62,7 +62,7 @@ def build(tmp_path):
 
 @pytest.mark.parametrize(("options", "how"), LINKED)
 @pytest.mark.parametrize("mode", [os.RTLD_LOCAL, os.RTLD_GLOBAL, os.RTLD_DEEPBIND])
-def test_its_calls_come_here(build, options, how, mode):
+def test_libibverbs_calls_reach_the_engine(build, options, how, mode):
     run(_its_calls_come_here, build("libibverbs.so.1", options), how, mode)
 
 
@@ -93,8 +93,8 @@ def _asked_by_its_own_name(path):
 
 
 @x86_64
-def test_several_under_any_names(build):
-    names = {"libibverbs-4f0a1b2c.so.1": SLOTS, "libfabric_bundled.so": DIRECT, "x.so": NO_PLT}
+def test_several_renamed_libibverbs_are_intercepted(build):
+    names = {"libibverbs-4f0a1b2c.so.1": GOT, "libfabric_bundled.so": DIRECT, "x.so": NO_PLT}
     run(_several, [build(*item) for item in names.items()])
 
 
@@ -153,7 +153,7 @@ def test_a_long_path_is_known_again(build, tmp_path, options, how):
     folder.mkdir(parents=True)
     verbs = folder / "libibverbs.so.1"
     Path(build("libibverbs.so.1", options)).rename(verbs)
-    run(_long_path, str(verbs), build("libanother.so.1", SLOTS), how)
+    run(_long_path, str(verbs), build("libanother.so.1", GOT), how)
 
 
 def _long_path(path, another, how):
@@ -217,7 +217,7 @@ def is_left_alone(library):
 
 
 @pytest.mark.parametrize(("options", "how"), LINKED)
-def test_one_that_protects_already_goes_on(build, options, how):
+def test_a_libibverbs_already_protecting_is_left_alone(build, options, how):
     run(_protects_already, build("libibverbs.so.1", options))
 
 
@@ -226,7 +226,7 @@ def _protects_already(path):
     assert library.ibv_fork_init() == 0
     _memory, address = private_map(PAGE)
     assert library.standin_register(address, PAGE) == 0
-    with pytest.raises(OSError, match="its own fork support protects memory already") as caught:
+    with pytest.raises(OSError, match="its own fork support already protects memory") as caught:
         rdmafork.fork_init(intercept=True)
     assert caught.value.errno == errno.ENOTSUP
     ways = ("rdmafork exec", "RDMAV_FORK_SAFE", "register the same memory with rdmafork too")
@@ -272,7 +272,7 @@ def test_code_that_is_not_known_is_not_changed(build):
 
 def _other_code(path):
     library = load(path)
-    with pytest.raises(OSError, match="their code is not known") as caught:
+    with pytest.raises(OSError, match="rdmafork does not recognize their code") as caught:
         rdmafork.fork_init(intercept=True)
     assert caught.value.errno == errno.ENOTSUP
     assert library.ibv_fork_init() == 0
@@ -288,14 +288,14 @@ def test_range_functions_may_look_at_a_count(build):
 def _counts(path):
     library = load(path)
     assert library.ibv_fork_init() == 0
-    with pytest.raises(OSError, match="protects memory already"):
+    with pytest.raises(OSError, match="already protects memory"):
         rdmafork.fork_init(intercept=True)
     is_left_alone(library)
 
 
 @x86_64
 def test_the_others_are_served_all_the_same(build):
-    run(_the_others, build("a.so", OTHER_CODE), build("b.so", DIRECT), build("c.so", SLOTS))
+    run(_the_others, build("a.so", OTHER_CODE), build("b.so", DIRECT), build("c.so", GOT))
 
 
 def _the_others(*paths):
@@ -309,7 +309,7 @@ def _the_others(*paths):
         works(library)
 
 
-@pytest.mark.parametrize("options", [pytest.param(DIRECT, marks=x86_64), SLOTS])
+@pytest.mark.parametrize("options", [pytest.param(DIRECT, marks=x86_64), GOT])
 def test_where_code_may_not_be_written(build, options):
     run(_not_written, build("libibverbs.so.1", [*options, "-Wl,-z,relro,-z,now"]))
 
@@ -340,7 +340,7 @@ def forbid_mprotect():
 def _not_written(path):
     library = load(path)
     forbid_mprotect()
-    with pytest.raises(OSError, match="may not be changed") as caught:
+    with pytest.raises(OSError, match="not allowed to change its code") as caught:
         rdmafork.fork_init(intercept=True)
     assert caught.value.errno == errno.ENOTSUP
     assert library.ibv_fork_init() == 0
@@ -359,7 +359,7 @@ int user_fork_init(void) { return ibv_fork_init(); }
 @pytest.mark.parametrize(
     ("options", "how"),
     [
-        pytest.param(SLOTS, "ours", id="slots"),
+        pytest.param(GOT, "ours", id="got"),
         *PATCHED,
         pytest.param(OTHER_CODE, "refused", id="other-code", marks=x86_64),
     ],
@@ -394,8 +394,8 @@ def load_user(path):
 @pytest.mark.parametrize(
     ("options", "how"),
     [
-        pytest.param(READ_ONLY_SLOTS, "ours", id="slots"),
-        pytest.param([*READ_ONLY_SLOTS, "-DOTHER_CODE"], "ours", id="slots-other-code"),
+        pytest.param(READ_ONLY_GOT, "ours", id="got"),
+        pytest.param([*READ_ONLY_GOT, "-DOTHER_CODE"], "ours", id="got-other-code"),
         *PATCHED,
     ],
 )
@@ -417,7 +417,7 @@ def _before_a_look(path, how):
 
 
 @x86_64
-@pytest.mark.parametrize("options", [SLOTS, DIRECT, DIRECT_CET], ids=["slots", "direct", "cet"])
+@pytest.mark.parametrize("options", [GOT, DIRECT, DIRECT_CET], ids=["got", "direct", "cet"])
 def test_while_other_threads_register(build, options):
     path = build("libibverbs.so.1", options)
     for _ in range(scaled(10)):
@@ -490,13 +490,13 @@ def test_debian_s_libibverbs():
 
 @x86_64
 def test_a_libibverbs_that_calls_itself_directly(tmp_path):
-    run(_calls_itself_directly, bound.make(tmp_path))
+    run(_calls_itself_directly, self_calling_libibverbs.make(tmp_path))
 
 
 @x86_64
 @pytest.mark.parametrize("how", ["ours", "patched"])
 def test_libibverbs_fork_init_may_be_called_before_it_is_intercepted(tmp_path, how):
-    path = bound.make(tmp_path) if how == "patched" else "libibverbs.so.1"
+    path = self_calling_libibverbs.make(tmp_path) if how == "patched" else "libibverbs.so.1"
     run(_real_before_a_look, path, how, preload=rdmafork.get_library())
 
 

@@ -23,7 +23,7 @@ def programs():
         pytest.skip("; ".join(skip["reason"] for skip in document["skipped"]))
     found = {}
     for row in document["rows"]:
-        found.setdefault(row["program"], {})[row["peer"]] = row
+        found.setdefault(row["program"], {})[row["line"]] = row
     return found
 
 

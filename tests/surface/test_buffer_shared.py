@@ -28,7 +28,7 @@ from conftest import (
     vm_flags,
     write,
 )
-from refused import refuse
+from seccomp import refuse
 
 import rdmafork
 from rdmafork import Buffer
@@ -197,7 +197,7 @@ print(len(buffer), buffer.page_size, buffer.protected)
 
 
 @fresh
-def test_another_program():
+def test_a_spawned_program_attaches_the_buffer():
     rdmafork.fork_init()
     buffer = Buffer(5000, shared=True)
     fd = buffer.fileno()
@@ -254,7 +254,7 @@ def test_descriptors_that_cannot_be_attached(tmp_path):
         files = open_files()
         lines = mappings_now()
         for fd in (file.fileno(), unsealed, empty, os.pipe()[0]):
-            with pytest.raises(ValueError, match=f"descriptor {fd} is not of a shared Buffer"):
+            with pytest.raises(ValueError, match=f"descriptor {fd} does not belong to a shared"):
                 Buffer.attach(fd)
         for fd in (-1, 12345):
             with pytest.raises(OSError, match="Bad file descriptor"):
@@ -276,7 +276,7 @@ def test_descriptors_that_cannot_be_attached(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["wipe", "keep"])
-def test_there_is_nothing_to_choose_for_children(policy):
+def test_shared_buffers_refuse_on_fork(policy):
     with pytest.raises(ValueError, match=f"on_fork='{policy}' is for private memory"):
         Buffer(1, on_fork=policy, shared=True)
 

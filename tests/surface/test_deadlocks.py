@@ -1,14 +1,12 @@
 """fork() at any moment, in any thread, with anybody's fork handlers: no deadlock, no wreck.
 
 Locks held across fork() are how such libraries hang: the engine holds none. What is hunted
-here is compiled from tests/deadlocks. A hang is killed by timeout(1), and so is its family.
+here is compiled from tests/surface/deadlocks. A hang is killed by timeout(1), and so is its family.
 """
 
 import contextlib
 import ctypes
 import os
-import platform
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -20,14 +18,13 @@ from conftest import (
     both_modes,
     compile_c,
     fork_once,
-    needs_lazy,
     scaled,
     vm_flags,
 )
 
 import rdmafork
 
-# tests/deadlocks/handlers.c
+# tests/surface/deadlocks/handlers.c
 REGISTER, TAKE_GIL, FORK = 1, 2, 4
 CACHED = 8
 
@@ -46,7 +43,7 @@ def build(source, output, *options):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The libraries and the program of tests/deadlocks, by name."""
+    """The libraries of tests/surface/deadlocks, by name."""
     folder = tmp_path_factory.mktemp("deadlocks")
     shared = ("-shared", "-fPIC", "-Wl,--as-needed")
     return {
@@ -276,42 +273,3 @@ def _signals_fork_in_threads(library, mode):
 @both_modes
 def test_signal_handlers_may_fork_in_several_threads(run, built, mode):
     run(_signals_fork_in_threads, built["forks"], mode, prefix=WATCHED)
-
-
-# ---- a fork at every instruction --------------------------------------------------------
-
-
-def lazily(variant, operation):
-    return pytest.param(variant, operation, "lazy", marks=needs_lazy)
-
-
-# A fork by the thread itself, a raw one, and one that leaves the thread out: test_steps.c has
-# them at the instructions of all other operations.
-STEPPED = [
-    *[lazily("window", operation) for operation in ("register", "release", "unheld", "drop")],
-    *[("window", operation, "eager") for operation in ("register", "release")],
-    *[lazily("window", operation) for operation in ("grow", "list", "fork")],
-    ("window", "grow", "eager"),
-    *[lazily(how, what) for how in ("signal", "clone", "thread") for what in ("drop", "fork")],
-]
-
-
-@pytest.fixture(scope="module")
-def step(tmp_path_factory):
-    if platform.machine() != "x86_64":
-        pytest.skip("the trap flag is x86's")
-    return build("step.c", tmp_path_factory.mktemp("step") / "step")
-
-
-@pytest.mark.parametrize(("variant", "operation", "mode"), STEPPED)
-def test_a_fork_at_any_instruction_leaves_a_sound_child(step, variant, operation, mode):
-    """See tests/deadlocks/step.c: what is interrupted, how, and what must hold then."""
-    # Some of them are enough, in the library as it is shipped.
-    done = subprocess.run(
-        [*WATCHED, step, variant, operation, mode, "25"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split(",")[0]) >= 20, "hardly anything was stepped over"

@@ -10,23 +10,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import c_api
 import pytest
 from conftest import PAGE, child, compile_c, fork_once, fresh, is_mapped, private_map, vm_flags
 
 import rdmafork
 
 AUTO, LAZY, EAGER = 1, 2, 3
-
-
-class Error(ctypes.Structure):
-    _fields_ = (
-        ("cause", ctypes.c_int),
-        ("start", ctypes.c_size_t),
-        ("end", ctypes.c_size_t),
-        ("address", ctypes.c_size_t),
-        ("nbytes", ctypes.c_size_t),
-        ("text", ctypes.c_char * 256),
-    )
 
 
 def engines():
@@ -48,7 +38,7 @@ def works():
 
 def start_c(library, mode=AUTO):
     """(result, path named) of the C API's rf_fork_init()."""
-    error = Error()
+    error = c_api.Error()
     rc = library.rf_fork_init(mode, ctypes.byref(error))
     return rc, error.text.decode()
 
@@ -64,7 +54,7 @@ def copied(tmp_path):
 
 
 @fresh
-def test_there_is_one():
+def test_one_engine_serves_all_modules():
     works()
     assert engines() == {os.path.realpath(rdmafork.get_library())}
 
@@ -86,7 +76,7 @@ def test_a_preloaded_copy_serves_the_package(run, copied):
     run(_preloaded, copied, preload=copied)
 
 
-def test_preloaded_twice(run, copied):
+def test_an_engine_preloaded_twice_runs_once(run, copied):
     run(_preloaded_twice, preload=[rdmafork.get_library(), rdmafork.get_library()])
 
 
@@ -245,7 +235,7 @@ def _copies_of_many(paths):
         rdmafork.fork_init()
 
 
-def test_of_many_copies_one_runs(run, tmp_path):
+def test_one_of_many_engine_copies_runs(run, tmp_path):
     paths = [str(tmp_path / f"engine-{i}.so") for i in range(4)]
     for path in paths:
         shutil.copy(rdmafork.get_library(), path)

@@ -134,6 +134,14 @@ def test_names_that_are_no_utf8_hide_no_cause(tmp_path):
     region.close()
 
 
+def test_pinned_memory_counts_against_the_limit(monkeypatch):
+    monkeypatch.setattr(_access, "_proc_self", lambda name: "VmPin:\t     100 kB\n")
+    monkeypatch.setattr(_access.resource, "getrlimit", lambda which: (200 << 10, 300 << 10))
+    assert "out of memory for it" in _access.memory_cause(100 << 10)
+    told = "allows this process 204800 pinned bytes, 102400 are pinned"
+    assert told in _access.memory_cause((100 << 10) + 1)
+
+
 def test_source_that_is_not_built_says_so(tmp_path):
     (tmp_path / "rdmafork").mkdir()
     for path in Path(rdmafork.__file__).parent.glob("*.py"):
@@ -171,7 +179,7 @@ def test_a_tensor_that_was_taken_already_or_is_none():
     taken = np.zeros(3).__dlpack__()
     np.from_dlpack(Spent(taken))
     for capsule in (taken, None, ctypes.pythonapi):
-        with fails(BufferError, "Spent", "no tensor", "taken already", "a new one"):
+        with fails(BufferError, "Spent", "no tensor", "already used", "a new one"):
             rdmafork.register(Spent(capsule))
 
 
@@ -209,7 +217,7 @@ def test_a_closed_mmap():
 
 
 @pytest.mark.parametrize("array", [np.zeros((0, 5)), np.zeros(5)[2:2]], ids=["shape", "slice"])
-def test_empty_is_fine_and_nothing(array):
+def test_an_empty_buffer_can_be_registered(array):
     before = rdmafork.stats()
     for empty in (b"", bytearray(), memoryview(b""), array):
         with rdmafork.register(empty) as registration:
@@ -330,7 +338,7 @@ def test_unmapped_memory_said_to_be_held(mode):
 
 
 @pytest.mark.parametrize("mode", ["Lazy", "", None, 1, b"lazy", ("lazy",)])
-def test_no_such_mode(mode):
+def test_an_unknown_mode_is_refused(mode):
     with fails(ValueError, repr(mode), "auto, lazy, eager"):
         rdmafork.fork_init(mode)
 
@@ -351,7 +359,7 @@ def test_a_mode_that_cannot_even_be_looked_up():
 @pytest.mark.parametrize("mode", ["auto", "lazy", "eager"])
 @pytest.mark.parametrize("closed", [False, True])
 @fresh
-def test_too_late(mode, closed):
+def test_fork_init_after_a_registration_is_refused(mode, closed):
     with pytest.warns(rdmafork.UnprotectedWarning):
         registration = rdmafork.register(bytearray(PAGE))
     if closed:
@@ -381,6 +389,7 @@ def test_a_warning_that_is_an_error_leaves_nothing_registered():
         ("RDMAFORK_MODE", "nonsense"),
         ("RDMAFORK_TRUST_COPYING", "some"),
         ("RDMAFORK_EXPLAIN_FAULTS", "no"),
+        ("RDMAFORK_TRACE_REGISTRATIONS", "yes"),
     ],
 )
 def test_a_variable_that_means_nothing(run, name, value):

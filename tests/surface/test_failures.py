@@ -30,7 +30,7 @@ from conftest import (
     shared_map,
     smaps,
 )
-from refused import (
+from seccomp import (
     DOFORK,
     DONTFORK,
     KEEPONFORK,

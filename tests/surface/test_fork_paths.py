@@ -204,7 +204,7 @@ def test_the_parent_is_as_it_was(way, mode):
 
 @both_modes
 @fresh
-def test_one_after_the_other(mode):
+def test_each_way_to_fork_works_in_turn(mode):
     """All ways in one process, twice: nothing adds up."""
     scene = Scene(mode)
     forks = 0

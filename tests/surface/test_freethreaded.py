@@ -55,8 +55,8 @@ def _gil_after_importing(names):
 
 
 def test_the_tests_named_for_four_threads_exist():
-    """parallel.txt names tests, which may be deleted or get another name."""
-    for line in (HERE / "tools/parallel.txt").read_text().splitlines():
+    """safe_in_four_threads.txt names tests, which may be deleted or get another name."""
+    for line in (HERE / "tools/safe_in_four_threads.txt").read_text().splitlines():
         file, _, name = line.partition("::")
         text = (HERE.parent / file).read_text()
         assert f"\ndef {name or 'test_'}" in text, line
@@ -246,7 +246,7 @@ def _seen_before_it_is_made():
                 continue
             seen.append(repr(region))
             for name in ("lkey", "rkey", "handle"):
-                with pytest.raises(ValueError, match="not made"):
+                with pytest.raises(ValueError, match="not been registered yet"):
                     getattr(region, name)
 
     warnings.simplefilter("always")

@@ -99,7 +99,7 @@ def test_a_child_that_maps_all_it_can_lands_in_no_hole(mode):
     assert run(landed, mode) == (0, 0)
 
 
-def test_without_guards_it_does():
+def test_without_reserved_addresses_a_child_lands_in_holes():
     pages, hinted = run(landed, "none")
     assert pages > 16_000 and hinted == 4
 
@@ -230,17 +230,6 @@ def reads(address):
     finally:
         os.close(reading)
         os.close(writing)
-
-
-@both_modes
-@fresh
-def test_a_hole_in_a_stack_is_a_guard(mode):
-    start = main_stack()
-    registration = protect(mode, start, 3 * PAGE)
-    assert child(reads, start + PAGE) == errno.EFAULT
-    assert child(read, start + PAGE) == signal.SIGSEGV
-    registration.close()
-    assert child(reads, start + PAGE) == b"s" * 8
 
 
 @both_modes

@@ -164,7 +164,7 @@ def test_any_order_of_first_calls():
 
 @pytest.mark.parametrize("mode", [None, LAZY, "eager"])
 @fresh
-def test_status(mode):
+def test_is_fork_initialized_reports_the_kernel(mode):
     if mode:
         rdmafork.fork_init(mode)
     expected = (

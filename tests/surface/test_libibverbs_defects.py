@@ -11,12 +11,12 @@ import errno
 import importlib
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 
+import c_api
 import pytest
 from conftest import (
     HUGE,
@@ -24,7 +24,6 @@ from conftest import (
     PAGE,
     PLACE,
     SLOWNESS,
-    UNTRUSTED,
     both_modes,
     child,
     fork_once,
@@ -43,7 +42,6 @@ from conftest import (
     shared_map,
     unmap,
     vm_flags,
-    write,
 )
 
 
@@ -183,60 +181,6 @@ def test_03_unbalanced_release(mode):
     run(unbalanced_release, "rdmafork", mode)
 
 
-class Handle(ctypes.Structure):
-    _fields_ = [
-        ("serial", ctypes.c_uint64),
-        ("slot", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    ]
-
-
-class Error(ctypes.Structure):
-    _fields_ = [
-        ("cause", ctypes.c_int),
-        ("start", ctypes.c_size_t),
-        ("end", ctypes.c_size_t),
-        ("address", ctypes.c_size_t),
-        ("nbytes", ctypes.c_size_t),
-        ("text", ctypes.c_char * 256),
-    ]
-
-
-def c_api():
-    import rdmafork
-
-    library = ctypes.CDLL(rdmafork.get_library(), use_errno=True)
-    library.rf_register.argtypes = [
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_uint,
-        ctypes.c_int,
-        ctypes.POINTER(Handle),
-        ctypes.POINTER(Error),
-    ]
-    library.rf_release.argtypes = [Handle, ctypes.c_uint]
-    return library
-
-
-@both_modes
-@fresh
-def test_03_a_stale_handle_does_not_release_its_slot_s_next_owner(mode):
-    engine, library, error = Rdmafork(mode), c_api(), Error()
-    _memory, address = private_map(4 * PAGE)
-    old, new = Handle(), Handle()
-    assert library.rf_register(address, PAGE, 0, 0, old, error) == 1
-    assert library.rf_release(old, 0) == 0
-    assert library.rf_register(address, PAGE, 0, 0, new, error) == 1
-    assert new.slot == old.slot
-    for handle in (old, Handle(), Handle(serial=1 << 40), Handle(new.serial, new.slot + 7)):
-        assert library.rf_release(handle, 0) == -errno.ESTALE
-    assert marked(address, 4 * PAGE) == [address]
-    assert engine.api.stats().registrations == 1
-    assert library.rf_release(new, 0) == 0
-    assert library.rf_release(new, 0) == -errno.ESTALE
-    assert marked(address, 4 * PAGE) == []
-
-
 # ---- 4: munmap, mmap at the same address, register: success, not marked -------------------
 
 
@@ -252,11 +196,6 @@ def mapped_anew(name, mode):
     new.close()
     old.close()
     assert marked(PLACE, 8 * PAGE) == []
-
-
-@both_modes
-def test_04_mapped_anew(mode):
-    run(mapped_anew, "rdmafork", mode)
 
 
 def moved_and_registered_again(name, mode):
@@ -276,49 +215,9 @@ def moved_and_registered_again(name, mode):
 
 
 @both_modes
-def test_04_moved_and_registered_again(mode):
-    run(moved_and_registered_again, "rdmafork", mode)
-
-
-@both_modes
-@pytest.mark.parametrize("settle", ["fork", "protected_ranges"])
-@pytest.mark.parametrize("held", [True, False])
-@fresh
-def test_04_memory_that_was_shared_and_is_private_now(mode, settle, held):
-    engine = Rdmafork(mode)
-    map_at(PLACE, 4 * PAGE, shared=True)
-    old = engine.register(PLACE, 4 * PAGE)
-    fork_once() if settle == "fork" else engine.api.protected_ranges()
-    map_at(PLACE, 4 * PAGE)
-    owner = object() if held else None
-    new = engine.api.register_address(PLACE, 4 * PAGE, owner=owner)
-    assert new.protected
-    if mode == "eager" or not held:
-        assert marked(PLACE, 4 * PAGE) == pages(PLACE, 4)
-    fork_once()
-    assert marked(PLACE, 4 * PAGE) == pages(PLACE, 4)
-    old.close()
-    new.close()
-    assert marked(PLACE, 4 * PAGE) == []
-
-
-@both_modes
-@pytest.mark.parametrize("held", [True, False])
-@fresh
-def test_04_memory_that_was_private_and_is_shared_now(mode, held):
-    engine = Rdmafork(mode)
-    map_at(PLACE, 4 * PAGE)
-    old = engine.register(PLACE, 4 * PAGE)
-    fork_once()
-    map_at(PLACE, 4 * PAGE, shared=True)
-    owner = object() if held else None
-    new = engine.api.register_address(PLACE, 4 * PAGE, owner=owner)
-    assert child(write, PLACE + PAGE, b"child") is None
-    assert read(PLACE + PAGE, 5) == b"child"
-    assert marked(PLACE, 4 * PAGE) == []
-    assert {r.protected_by for r in engine.api.protected_ranges()} == {"shared"}
-    old.close()
-    new.close()
+@pytest.mark.parametrize("scenario", [mapped_anew, moved_and_registered_again])
+def test_04_mapped_anew(mode, scenario):
+    run(scenario, "rdmafork", mode)
 
 
 # ---- 5: a child goes on with its parent's counts ------------------------------------------
@@ -417,30 +316,6 @@ def test_07_page_sharing(mode):
     run(page_sharing, "rdmafork", mode)
 
 
-@both_modes
-@fresh
-def test_07_objects_beside_small_arrays(mode):
-    np = pytest.importorskip("numpy")
-    needs_trust()
-    engine = Rdmafork(mode)
-    arrays = [np.arange(n, dtype="u1") for n in range(1, 200)]
-    registrations = [engine.api.register(a) for a in arrays]
-    big = np.arange(100_000)
-    registrations.append(engine.api.register(big))
-
-    def in_child():
-        while arrays:
-            del arrays[-1]
-        registrations.clear()
-        import fractions  # noqa: F401
-
-        return [bytearray(n) for n in range(500)][-1]
-
-    assert child(in_child) == bytearray(499)
-    code = "import sys; sys.exit(3)"
-    assert subprocess.run([shutil.which("python3"), "-c", code]).returncode == 3
-
-
 # ---- 8: the page size of the first mapping alone ------------------------------------------
 
 
@@ -474,98 +349,22 @@ def mixed_page_sizes(name, mode):
             unmap(PLACE, 5 * HUGE)
 
 
-@both_modes
+@modes_and_trust
 @pytest.mark.parametrize("variable", [None, "1"])
-def test_08_mixed_page_sizes(mode, variable):
-    run(mixed_page_sizes, "rdmafork", mode, env={"RDMAV_HUGEPAGES_SAFE": variable})
-
-
-@pytest.mark.parametrize("variable", [None, "1"])
-def test_08_mixed_page_sizes_on_an_untrusted_kernel(variable):
-    env = {"RDMAV_HUGEPAGES_SAFE": variable, **UNTRUSTED}
-    run(mixed_page_sizes, "rdmafork", "eager", env=env)
+def test_08_mixed_page_sizes(mode, trust, variable):
+    env = {"RDMAV_HUGEPAGES_SAFE": variable, "RDMAFORK_TRUST_COPYING": trust}
+    run(mixed_page_sizes, "rdmafork", mode, env=env)
 
 
 @contextlib.contextmanager
-def huge_page(shared=False):
+def huge_page():
     """The address of one, which is unmapped afterwards."""
     with huge_page_pool(1):
-        address = map_at(PLACE + HUGE, HUGE, huge=True, shared=shared)
+        address = map_at(PLACE + HUGE, HUGE, huge=True)
         try:
             yield address
         finally:
             unmap(address, HUGE)
-
-
-@modes_and_trust
-def test_08_a_failure_among_huge_pages_leaves_nothing(mode, trust):
-    run(failure_among_huge_pages, mode, env={"RDMAFORK_TRUST_COPYING": trust})
-
-
-def failure_among_huge_pages(mode):
-    engine = Rdmafork(mode)
-    with huge_page() as huge:
-        before = engine.api.stats()
-        for start, end in (
-            (huge - PAGE, huge + 4 * PAGE),
-            (huge - PAGE, huge + 64),
-            (huge + HUGE - 4 * PAGE, huge + HUGE + PAGE),
-            (huge - PAGE, huge + HUGE + PAGE),
-        ):
-            with pytest.raises(OSError, match="nothing is mapped"):
-                engine.register(start, end - start)
-            assert marked(huge, HUGE) == []
-            fork_once()
-            stats = engine.api.stats()
-            assert stats[1:7] == before[1:7], (hex(start), hex(end))
-            assert stats.still_marked_bytes == 0
-
-
-@modes_and_trust
-def test_08_base_pages_that_became_a_huge_page(mode, trust):
-    run(base_pages_that_became_a_huge_page, mode, env={"RDMAFORK_TRUST_COPYING": trust})
-
-
-def base_pages_that_became_a_huge_page(mode):
-    """What is released was part of no huge page when it was marked, and is now."""
-    engine = Rdmafork(mode)
-    huge = PLACE + HUGE
-    with huge_page_pool(1):
-        map_at(huge - PAGE, 4 * PAGE)
-        registration = engine.register(huge - PAGE, 3 * PAGE)
-        assert marked(huge - PAGE, HUGE) == pages(huge - PAGE, 3)
-        unmap(huge - PAGE, HUGE)
-        map_at(huge, HUGE, huge=True)
-        try:
-            registration.close()
-            fork_once()
-            assert marked(huge, HUGE) == []
-            stats = engine.api.stats()
-            assert stats[1:6] == (0, 0, 0, 0, 0)
-            assert stats.still_marked_bytes == 0
-        finally:
-            unmap(huge, HUGE)
-
-
-# Shared huge pages bear a mark until the next fork asks; then none may be left, whatever
-# part of them is still registered.
-@modes_and_trust
-def test_08_parts_of_shared_huge_pages(mode, trust):
-    run(parts_of_shared_huge_pages, mode, env={"RDMAFORK_TRUST_COPYING": trust})
-
-
-def parts_of_shared_huge_pages(mode):
-    engine = Rdmafork(mode)
-    with huge_page(shared=True) as huge:
-        for first, second in (((0, HUGE), (4096, 8192)), ((4096, 8192), (0, HUGE))):
-            one = engine.register(huge + first[0], first[1] - first[0])
-            other = engine.register(huge + second[0], second[1] - second[0])
-            one.close()
-            assert child(write, huge + PAGE, b"child") is None
-            assert read(huge + PAGE, 5) == b"child"
-            write(huge + PAGE, bytes(5))
-            assert marked(huge, HUGE) == []
-            other.close()
 
 
 # ---- 9: /proc/<pid>/smaps of another process ----------------------------------------------
@@ -661,10 +460,10 @@ def test_11_address_wrap(mode):
 @both_modes
 @fresh
 def test_12_failing_allocation(mode):
-    engine, library, error = Rdmafork(mode), c_api(), Error()
+    engine, library, error = Rdmafork(mode), c_api.load(), c_api.Error()
     count = 20_000
     place = map_at(PLACE, 2 * count * PAGE)
-    handles = (Handle * count)()
+    handles = (c_api.Handle * count)()
     # The engine takes its first memory.
     engine.register(place, PAGE).close()
     size = int(open("/proc/self/statm").read().split()[0]) * PAGE
@@ -717,7 +516,7 @@ def test_12_failing_allocation(mode):
 @both_modes
 @fresh
 def test_14_errno_by_luck(mode):
-    engine, library, error = Rdmafork(mode), c_api(), Error()
+    engine, library, error = Rdmafork(mode), c_api.load(), c_api.Error()
     map_at(PLACE, 2 * PAGE)
     with pytest.raises(OSError) as caught:
         engine.register(PLACE, 4 * PAGE)
@@ -735,7 +534,7 @@ def test_14_errno_by_luck(mode):
         engine.api.register_address(PLACE, PAGE, on_fork="never")
 
     # In C: a negated errno with a cause, and errno itself is left alone.
-    handle = Handle()
+    handle = c_api.Handle()
     for arguments, rc, cause in (
         ((PLACE, 4 * PAGE, 0, 0), -errno.ENOMEM, 3),
         ((PLACE, 2**64 - 1, 0, 0), -errno.EOVERFLOW, 1),
@@ -749,26 +548,6 @@ def test_14_errno_by_luck(mode):
     assert library.rf_release(handle, 0) == -errno.ESTALE
     assert ctypes.get_errno() == 77
     assert marked(PLACE, 2 * PAGE) == []
-
-
-@fresh
-def test_14_memory_that_cannot_be_marked_is_told():
-    """A device's mapping refuses MADV_DOFORK, a sealed one all advice: errno and range."""
-    engine = Rdmafork("eager")
-    _memory, address = private_map(4 * PAGE)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(462, ctypes.c_void_p(address + PAGE), ctypes.c_size_t(PAGE), 0):
-        pytest.skip(f"no mseal() here: {os.strerror(ctypes.get_errno())}")
-    try:
-        registration = engine.register(address, 4 * PAGE)
-    except OSError as error:
-        assert error.errno == errno.EPERM
-        assert f"0x{address:x}-0x{address + 4 * PAGE:x}" in str(error)
-        assert marked(address, 4 * PAGE) == []
-    else:  # sealing forbids only advice that loses data
-        assert marked(address, 4 * PAGE) == pages(address, 4)
-        registration.close()
-        assert marked(address, 4 * PAGE) == []
 
 
 # ---- 15: "disabled" on kernels that copy --------------------------------------------------

@@ -1,7 +1,7 @@
 """Random registrations, mappings and forks, and after each fork the truth of model.py.
 
 RDMAFORK_TEST_SEED repeats a run (the seed is printed), RDMAFORK_TEST_OPS sets how many
-operations each of the eight variants makes.
+operations each of the six variants makes.
 """
 
 import collections

@@ -1,8 +1,5 @@
 """on_fork: a child gets nothing of registered memory, zeros, or a copy."""
 
-import mmap
-import os
-
 import pytest
 from conftest import (
     HUGE,
@@ -11,12 +8,9 @@ from conftest import (
     child,
     fresh,
     huge_map,
-    libc,
     private_map,
     read,
     run,
-    shared_map,
-    smaps,
     vm_flags,
     write,
 )
@@ -56,47 +50,6 @@ def test_a_child_reads_zeros_and_the_parent_its_data(mode):
     assert child(read, address) == b"\7" and not {"wf", "dc"} & vm_flags(address)
 
 
-@fresh
-def test_a_lazy_registration_to_wipe_makes_no_system_call():
-    rdmafork.fork_init("lazy")
-    memory, _address = mapped(4 * PAGE)
-    before = rdmafork.stats()
-    with register(memory, on_fork="wipe"):
-        stats = rdmafork.stats()
-        assert stats.pending == 1
-        assert stats.madvise_calls == before.madvise_calls
-        assert stats.query_calls == before.query_calls
-    assert rdmafork.stats().madvise_calls == before.madvise_calls
-
-
-@both_modes
-@fresh
-def test_a_child_may_write_wiped_pages_and_give_them_to_its_own(mode):
-    rdmafork.fork_init(mode)
-    memory, address = mapped(4 * PAGE)
-    registration = register(memory, on_fork="wipe")
-
-    def generation():
-        write(address, b"mine")
-        return child(read, address, 4)
-
-    assert child(generation) == b"mine"
-    assert read(address, 4) == b"\7" * 4
-    registration.close()
-
-
-@both_modes
-@fresh
-def test_a_child_reads_kept_pages(mode):
-    rdmafork.fork_init(mode)
-    memory, address = mapped(4 * PAGE)
-    with register(memory, on_fork="keep") as registration:
-        assert registration.on_fork == "keep"
-        assert child(read, address, 4 * PAGE) == b"\7" * 4 * PAGE
-        assert not {"wf", "dc"} & vm_flags(address)
-        assert policies() == [(address, address + 4 * PAGE, "keep", "kernel")]
-
-
 @both_modes
 @fresh
 def test_omit_comes_before_wipe_before_keep(mode):
@@ -118,41 +71,6 @@ def test_omit_comes_before_wipe_before_keep(mode):
     wipe.close()
     assert child(read, address) == b"\7"
     keep.close()
-
-
-def protection_of(address):
-    return next(m.permissions for m in smaps() if m.start <= address < m.end)
-
-
-@both_modes
-@fresh
-def test_a_private_file_is_wiped_and_shared_memory_stays_shared(mode, tmp_path):
-    rdmafork.fork_init(mode)
-    path = os.path.join(tmp_path, "file")
-    with open(path, "wb+") as file:
-        file.write(b"\7" * 4 * PAGE)
-        file.flush()
-        flags = mmap.MAP_PRIVATE
-        address = libc.mmap(None, 4 * PAGE, mmap.PROT_READ, flags, file.fileno(), 0)
-    shared, at = shared_map(2 * PAGE)
-    write(at, b"\7" * 2 * PAGE)
-    kept = [
-        register(shared, on_fork="wipe"),
-        register_address(address, 4 * PAGE, on_fork="wipe", owner=shared),
-    ]
-
-    def look():
-        write(at, b"child")
-        return read(address, 4 * PAGE), protection_of(address), read(at + PAGE)
-
-    assert child(look) == (bytes(4 * PAGE), "r--p", b"\7")
-    assert read(at, 6) == b"child\7" and read(address, 4 * PAGE) == b"\7" * 4 * PAGE
-    assert {"wf", "dc"} & vm_flags(address) == {"dc"} and not {"wf", "dc"} & vm_flags(at)
-    found = {start: (on_fork, by) for start, _, on_fork, by in policies()}
-    assert found == {address: ("wipe", "advice"), at: ("wipe", "shared")}
-    for registration in kept:
-        registration.close()
-    assert child(read, address) == b"\7"
 
 
 @both_modes
@@ -180,30 +98,6 @@ def wiped_huge_pages(mode):
     with register(memory, on_fork="keep"):
         pass
     assert memory[:] == b"h" * len(memory)
-
-
-@both_modes
-@fresh
-def test_a_child_gets_a_copy_of_pages_that_no_single_registration_fills(mode):
-    rdmafork.fork_init(mode)
-    memory, address = mapped(2 * PAGE)
-    with (
-        register(memoryview(memory)[100 : PAGE // 2], on_fork="wipe"),
-        register(memoryview(memory)[PAGE // 2 : 2 * PAGE - 1]),
-        register(memoryview(memory)[: PAGE - 1], on_fork="wipe"),
-    ):
-        assert child(read, address, 2 * PAGE) == b"\7" * 2 * PAGE
-
-
-@both_modes
-@fresh
-def test_shared_memory_is_kept_under_every_policy(mode):
-    rdmafork.fork_init(mode)
-    memory, address = shared_map(2 * PAGE)
-    with register(memory, on_fork="keep"), register(memory):
-        child(write, address, b"child")
-        assert read(address, 5) == b"child"
-        assert {r.protected_by for r in rdmafork.protected_ranges()} == {"shared"}
 
 
 @fresh

@@ -28,7 +28,6 @@ from conftest import (
     read,
     run,
     shared_map,
-    smaps,
     unmap,
     write,
 )
@@ -67,27 +66,6 @@ def test_lazy_marks_at_the_fork_and_unmarks_at_close():
     registration.close()
     assert marked(address, 8 * PAGE) == []
     assert child(read, address) == b"\0"
-
-
-@needs_lazy
-@fresh
-def test_registrations_between_forks_cost_no_system_call(tmp_path):
-    rdmafork.fork_init("lazy")
-    memory, _ = private_map(8 * PAGE)
-    keep = register(memory)
-    before = stats()
-    for size in range(1, 2000):
-        register(memory).close()
-        register_address(0x1000, size, owner=memory).close()
-        with register(bytearray(size)):
-            pass
-    after = stats()
-    assert after.madvise_calls == before.madvise_calls == 0
-    assert after.query_calls == before.query_calls
-    assert after.ranges == 0
-    fork_once()
-    assert stats().marked_bytes == len(memory)
-    keep.close()
 
 
 @needs_lazy
@@ -466,47 +444,6 @@ def test_a_broken_promise_to_hold_spoils_nothing_else(shape):
     broken.close()
     del others[:]
     assert marked(PLACE, 64 * PAGE) == []
-
-
-@needs_lazy
-@fresh
-def test_no_more_than_half_of_the_mappings():
-    """20 000 pages apart would take 40 000 mappings: what is over is left to the kernel."""
-    count = 20_000
-    limit = rdmafork.kernel_info().max_map_count
-    if limit > 70_000:
-        pytest.skip(f"vm.max_map_count is {limit}: too many pages would be needed")
-    rdmafork.fork_init("lazy")
-    map_at(PLACE, 2 * count * PAGE, flags=0x4000)
-    map_at(PLACE + (1 << 40), 64 * PAGE)
-    registrations = [
-        register_address(PLACE + 2 * i * PAGE, PAGE, owner=Owner()) for i in range(count)
-    ]
-    large = register_address(PLACE + (1 << 40), 64 * PAGE, owner=Owner())
-    fork_once()
-    numbers = stats()
-    assert numbers.vma_budget == limit // 2
-    assert numbers.vmas <= numbers.vma_budget
-    assert numbers.unmarked_ranges > 0
-    assert numbers.unmarked_ranges + numbers.marked_ranges == count + 1
-    assert len(smaps()) < limit * 0.6
-    # The longest first: they cost the kernel most.
-    assert marked(PLACE + (1 << 40), 64 * PAGE) == pages(PLACE + (1 << 40), 64)
-    kinds = [p[3] for p in protections()]
-    assert kinds.count("kernel") == numbers.unmarked_ranges
-    assert bytearray(1 << 22)  # malloc still works
-    # What is given back is for others to have.
-    for registration in registrations[::2]:
-        registration.close()
-    del registrations[::2]
-    fork_once()
-    assert stats().unmarked_ranges == 0
-    assert stats().marked_ranges == len(registrations) + 1
-    large.close()
-    del registrations[:]
-    numbers = stats()
-    assert numbers[1:6] == (0, 0, 0, 0, 0)
-    assert len(smaps()) < 1000
 
 
 # ---- a device ------------------------------------------------------------------------------

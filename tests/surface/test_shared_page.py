@@ -4,11 +4,24 @@ import ctypes
 import mmap
 import os
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 
 import pytest
-from conftest import PAGE, UNTRUSTED, child, fresh, libc, private_map, read, smaps, write
+from conftest import (
+    PAGE,
+    UNTRUSTED,
+    both_modes,
+    child,
+    fresh,
+    libc,
+    private_map,
+    read,
+    smaps,
+    write,
+)
 
 import rdmafork
 from rdmafork import Buffer, SharedPageWarning, register, register_address
@@ -189,3 +202,26 @@ def test_nothing_is_said_where_the_kernel_copies_partial_pages():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         register_address(control_block() + 16, 8).close()
+
+
+@both_modes
+@fresh
+def test_objects_beside_small_arrays_stay(mode):
+    np = pytest.importorskip("numpy")
+    if not rdmafork.kernel_info().copy_on_fork_trusted:
+        pytest.skip("this kernel's copying at fork cannot be trusted: whole pages must go")
+    rdmafork.fork_init(mode)
+    arrays = [np.arange(n, dtype="u1") for n in [*range(1, 200), 800_000]]
+    registrations = [register(array) for array in arrays]
+
+    def in_child():
+        while arrays:
+            del arrays[-1]
+        registrations.clear()
+        import fractions  # noqa: F401
+
+        return [bytearray(n) for n in range(500)][-1]
+
+    assert child(in_child) == bytearray(499)
+    code = "import sys; sys.exit(3)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 3

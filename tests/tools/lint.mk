@@ -1,6 +1,6 @@
 # What is checked without running it. Included by the Makefile.
 
-.PHONY: lint lint-c format
+.PHONY: lint lint-c lint-python format
 
 # Trailing comments and macros' values may be aligned by hand: only what is left of them counts.
 TIGHT := sed -E 's/([^ \t])[ \t]+/\1 /g'
@@ -10,6 +10,7 @@ STUBLESS := 'rdmafork\.librdmafork' '.*\.__test__' '.*\.__(reduce|setstate)_cyth
 	'rdmafork\._(core\.Registration|verbs\.(ProtectionDomain|MemoryRegion))\.__init__'
 EXAMPLES = build/readme $(wildcard examples/*.py examples/*/*/__init__.py)
 PYTHON_TREES = setup.py $(wildcard rdmafork tests benchmarks docs examples)
+CYTHON = $(MODULES) $(wildcard examples/*/*/*.pyx)
 
 $(LINTERS): pyproject.toml | $(BUILT)
 	@$(INSTALL) 'rdmafork[lint]'
@@ -22,10 +23,12 @@ lint-c: $(LINTERS)
 		expand $$file | grep -nE '^.{101}' && { echo "$$file: over 100 columns"; exit 1; }; \
 	done; echo clang-format
 
-lint: lint-c	## every static check; changes nothing
-	$(BIN)/ruff check $(PYTHON_TREES)
-	$(BIN)/ruff format --check $(PYTHON_TREES)
-	PATH="$(BIN):$$PATH" $(BIN)/cython-lint $(MODULES) $(wildcard examples/*/*/*.pyx)
+lint-python: $(LINTERS)
+	$(if $(PYTHON_TREES),$(BIN)/ruff check $(PYTHON_TREES))
+	$(if $(PYTHON_TREES),$(BIN)/ruff format --check $(PYTHON_TREES))
+	$(if $(CYTHON),PATH="$(BIN):$$PATH" $(BIN)/cython-lint $(CYTHON))
+
+lint: lint-c lint-python	## every static check; changes nothing
 	$(BIN)/codespell
 	@for cc in gcc clang; do if command -v $$cc >/dev/null; then for flags in -UNDEBUG -DNDEBUG; do \
 		for file in $(SOURCES); do \

@@ -59,7 +59,7 @@ programs() {
 		chosen=()
 		# The others go through the engine instruction by instruction, for ten minutes and
 		# more here: what they ask is the same under every kernel.
-		[ "$name" = test_steps ] && chosen=(shared_memory_is_never_missed)
+		[ "$name" = test_steps ] && chosen=(children_always_have_shared_memory)
 		timeout 600 "build/ctest/debug/$name" "${chosen[@]}" >"$results/c/$name.log" 2>&1 </dev/null
 		status=$?
 		echo "exit status $status" >>"$results/c/$name.log"

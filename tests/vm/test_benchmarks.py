@@ -26,21 +26,21 @@ def found(device, tmp_path_factory):
 
 
 def test_every_peer_is_measured_or_skipped_with_a_reason(found):
-    skipped = {skip["peer"]: skip["reason"] for skip in found["skipped"]}
+    skipped = {skip["line"]: skip["reason"] for skip in found["skipped"]}
     assert all(skipped.values())
-    assert {row["peer"] for row in found["rows"]} | set(skipped) >= set(benchmark.PEERS)
+    assert {row["line"] for row in found["rows"]} | set(skipped) >= set(benchmark.PEERS)
     # What is no package or library of its own cannot be missing.
     lazy = ["rdmafork lazy"] if rdmafork.kernel_info().copy_on_fork_trusted else []
     assert not {benchmark.FLOOR, "rdmafork eager", *lazy} & set(skipped), skipped
     for row in found["rows"]:
         assert row["nbytes"] in benchmark.SIZES
-        assert row["pair_ns"]["median"] > 0 and row["pair_ns"]["to_floor"] > 0
+        assert row["pair_ns"]["median"] > 0 and row["pair_ns"]["to_baseline"] > 0
 
 
 def test_the_benchmark_counts_the_system_calls_of_each_peer(found):
     if not shutil.which("strace"):
         pytest.skip("strace is missing")
-    calls = {row["peer"]: row["system_calls"] for row in found["rows"] if "system_calls" in row}
+    calls = {row["line"]: row["system_calls"] for row in found["rows"] if "system_calls" in row}
     bare = calls[benchmark.FLOOR]
     assert bare >= 2
     ours = bare + (3 if marks_stay() else 2)

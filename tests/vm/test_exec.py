@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import sys
 
-import bound
 import pytest
+import self_calling_libibverbs
 from conftest import SLOWNESS, TIMEOUT, child, environment, marks_stay, run, vm_flags
 
 import rdmafork
@@ -51,7 +51,7 @@ def by_libibverbs_alone(rc):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_loses_nothing(rc, huge_pages, kind):
+def test_under_exec_no_data_is_lost(rc, huge_pages, kind):
     executed(_loses_nothing, rc, kind, "ours")
 
 
@@ -70,7 +70,7 @@ def _loses_nothing(rc, kind, how):
 @pytest.mark.skipif(
     rdmafork.kernel_info().copy_on_fork, reason="this kernel copies pinned pages at fork"
 )
-def test_without_it_data_is_lost(rc, huge_pages):
+def test_without_exec_data_is_lost(rc, huge_pages):
     with pytest.raises(AssertionError):
         run(_is_lost, rc)
 
@@ -83,7 +83,7 @@ def _is_lost(rc):
 @pytest.fixture
 def direct(tmp_path):
     """The environment for a libibverbs that calls itself directly, with the system's drivers."""
-    path = bound.make(tmp_path)
+    path = self_calling_libibverbs.make(tmp_path)
     # The drivers of the system's, which are told of by name alone.
     places = (f"/usr/{lib}/libibverbs" for lib in ("lib/x86_64-linux-gnu", "lib64", "lib"))
     return {"LD_LIBRARY_PATH": ":".join([os.path.dirname(path), *places])}
@@ -149,7 +149,7 @@ def _by_version_directly(rc):
         near, far = register(memory("shared", SIZE)), register(memory(kind, SIZE))
         (library,) = rdmafork.stats().ibv_libraries
         assert library.how == "refused"
-        assert library.why == "its own fork support protects memory already"
+        assert library.why == "its own fork support already protects memory"
         assert "dc" in vm_flags(far.address)
         survives(pair, near, far)
     assert "dc" not in vm_flags(far.address)
@@ -228,7 +228,7 @@ def test_a_child_of_pyverbs_exits_and_the_parent_s_objects_live(device, tmp_path
 
 
 @pytest.mark.parametrize("settings", [{}, {**EXEC, "RDMAFORK_KEEP_DEVICES": "1"}])
-def test_without_that_they_do_not(device, settings):
+def test_without_exec_the_parent_loses_its_objects(device, settings):
     if settings:
         settings = {**settings, "LD_PRELOAD": rdmafork.get_library()}
     done = pyverbs(device, settings)

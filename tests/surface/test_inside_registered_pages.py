@@ -29,7 +29,7 @@ def inside(outer, first, end):
 
 
 @fresh(env={"RDMAFORK_MODE": "eager"})
-def test_it_keeps_its_pages_when_the_other_is_closed():
+def test_an_inner_registration_outlives_the_outer():
     rdmafork.fork_init()
     outer, start = some_memory()
     calls = stats().madvise_calls

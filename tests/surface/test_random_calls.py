@@ -3,7 +3,7 @@
 Hypothesis chooses registrations of all wishes, held in several ways or not, of memory that is
 mapped, unmapped and moved meanwhile; Buffers and views of them; how each ends; threads, forks,
 and forks of several threads at once. model.py says what a child finds, which it tells itself.
-RDMAFORK_TEST_EXAMPLES=n sets how many runs each of the four variants makes.
+RDMAFORK_TEST_EXAMPLES=n sets how many runs each of the three variants makes.
 """
 
 import ctypes

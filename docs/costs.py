@@ -1,9 +1,10 @@
 """The tables of what it costs, in README and the documentation, from benchmarks/results.
 
+    rdmafork demo --json > docs/demo.json
     python docs/costs.py
 
 Between "<!-- costs: NAME -->" and "<!-- end -->" it writes the table of that name, made of what
-`make bench` and `make bench-vm` measured last.
+the demo, `make bench` and `make bench-vm` measured last.
 """
 
 import json
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rdmafork.benchmarks import _shapes, _tables, fork_latency, small_process
+from rdmafork.benchmarks import _peers, _shapes, _tables, fork_latency, small_process
 from rdmafork.benchmarks._facts import in_words
 from rdmafork.cli import terminal
 
@@ -24,13 +25,14 @@ Row = dict[str, Any]
 
 
 def document(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    path = "docs/demo.json" if name == "demo" else f"benchmarks/results/{name}.json"
+    found: dict[str, Any] = json.loads((ROOT / path).read_text())
     return found
 
 
 def rows(name: str, **wanted: Any) -> dict[str, Row]:
-    """{peer: its row} of that situation."""
-    return {row["peer"]: row for row in document(name)["rows"] if wanted.items() <= row.items()}
+    """{line: its row} of that situation."""
+    return {row["line"]: row for row in document(name)["rows"] if wanted.items() <= row.items()}
 
 
 def table(*lines: list[str]) -> Iterator[str]:
@@ -40,15 +42,30 @@ def table(*lines: list[str]) -> Iterator[str]:
 
 
 def column(found: dict[str, Row], measure: str) -> dict[str, str]:
-    """Of each peer the median, all in one unit, and how it compares with the floor's."""
+    """Of each line the median, all in one unit, and how it compares with the baseline's."""
     values = {peer: row[measure] for peer, row in found.items() if measure in row}
     show = _tables.printer(measure, str, values.values())
     return {
-        peer: f"{show(value['median'])}, {terminal.ratio(value['to_floor'], 1)}"
-        if "to_floor" in value
+        peer: f"{show(value['median'])}, {terminal.ratio(value['to_baseline'], 1)}"
+        if "to_baseline" in value
         else show(value["median"])
         for peer, value in values.items()
     }
+
+
+def demo() -> Iterator[str]:
+    """`rdmafork demo --json`: without rdmafork and in both modes."""
+    report = document("demo")
+    lines = {"without rdmafork": "plain", "with rdmafork, lazy": "lazy",
+             "with rdmafork, eager": "eager"}  # fmt: skip
+    found = {name: report["fork"][key] for name, key in lines.items()}
+    show = terminal.durations(row["ns"] for row in found.values())
+    yield from table(
+        [f"{terminal.size(report['size']['used'])} registered and pinned", "`fork()` takes",
+         "memory copied for the child"],
+        *([name, show(row["ns"]), terminal.size(row["child_nbytes"])]
+          for name, row in found.items()),
+    )  # fmt: skip
 
 
 def fork() -> Iterator[str]:
@@ -74,12 +91,33 @@ def small() -> Iterator[str]:
     columns = [column(base, "fork_us"), column(huge, "fork_us"), column(base, "child_us")]
     yield from table(
         ["1 GiB registered and pinned", "`fork()`, base pages", "`fork()`, transparent huge pages",
-         "until it returns in the child", "page faults, parent", "child", "system calls of both"],
+         "until it returns in the child", "page faults, parent", "page faults, child"],
         *(
             [peer, *(shown[peer] for shown in columns), f"{row['parent_faults']}",
-             f"{row['child_faults']}", f"{row.get('system_calls', '-')}"]
+             f"{row['child_faults']}"]
             for peer, row in base.items()
         ),
+    )  # fmt: skip
+
+
+def handlers() -> Iterator[str]:
+    """What fork() does more than one after madvise() alone: instructions, and calls by name."""
+    found = rows("small_process", pages="base")
+    floor = found.pop(small_process.FLOOR)
+    measured = ("parent_instructions", "child_instructions")
+    lines = []
+    for peer, row in found.items():
+        more = [f"{row[m] - floor[m]:,}" if m in row and m in floor else "-" for m in measured]
+        calls = {
+            name: number - floor.get("calls", {}).get(name, 0)
+            for name, number in row.get("calls", {}).items()
+        }
+        named = [f"{number} `{name}`" for name, number in calls.items() if number > 0]
+        lines.append([peer, *more, ", ".join(named) or "none"])
+    yield from table(
+        ["beyond `fork()` after `madvise()`", "instructions, parent", "instructions, child",
+         "system calls of both"],
+        *lines,
     )  # fmt: skip
 
 
@@ -107,7 +145,7 @@ def many() -> Iterator[str]:
 
 
 def scale() -> Iterator[str]:
-    """Of as many as were tried at most; who has a floor for its fork has registered them all."""
+    """Of as many as were tried at most. A line with a ratio for its fork has registered all."""
     most = max(row["live"] for row in document("scale")["rows"])
     isolated, arena = (
         rows("scale", live=most, layout=layout) for layout in ("isolated", "arena")
@@ -128,7 +166,7 @@ def scale() -> Iterator[str]:
 
 def unmodified() -> Iterator[str]:
     alone, inside = (
-        {row["program"]: row for row in document("unmodified")["rows"] if row["peer"] == peer}
+        {row["program"]: row for row in document("unmodified")["rows"] if row["line"] == peer}
         for peer in ("alone", "under exec")
     )
     show = _tables.printer(
@@ -148,28 +186,51 @@ def unmodified() -> Iterator[str]:
 
 
 def shapes() -> Iterator[str]:
-    """Of each shape with as many registrations as were tried at most."""
-    peers = (_shapes.PINNED, _shapes.MADVISE, *_shapes.ENGINES)
+    """Of each shape with as many registrations as were tried at most: a table a measure."""
     most = {row["shape"]: row["count"] for row in document("shapes")["rows"]}
-
-    def cell(row: Row | None) -> str:
-        if row is None:
-            return "-"
-        shown = f"{terminal.ratio(row['fork_times'], 1)}, {terminal.ratio(row['child_times'], 1)}"
-        each = terminal.nanoseconds(row["first_ns_each"])
-        return f"{shown}, +{each}" if "register_ns" in row else shown
-
-    lines = []
-    for shape, count in most.items():
-        found = rows("shapes", shape=shape, count=count)
-        cells = (cell(found.get(peer)) for peer in peers)
-        lines.append([f"{shape}: {count:,} {_shapes.SHAPES[shape].counted}", *cells])
-    yield from table(["parent, child, first fork", *peers], *lines)
+    found = {shape: rows("shapes", shape=shape, count=count) for shape, count in most.items()}
+    names = {s: f"{s}: {n:,} {_shapes.SHAPES[s].counted}" for s, n in most.items()}
+    for title, time, ratio in (
+        ("`fork()` returns in the parent", "fork_us", "fork_times"),
+        ("`fork()` returns in the child", "child_us", "child_times"),
+    ):
+        base = {shape: found[shape][_shapes.FLOOR][time]["minimum"] for shape in most}
+        show = _tables.printer(time, str, base.values())
+        others = (_shapes.PINNED, _shapes.MADVISE, *_peers.ENGINES)
+        yield from table(
+            [title, f"{_shapes.FLOOR} (1.00x)", *others],
+            *(
+                [names[shape], show(base[shape]),
+                 *(terminal.ratio(found[shape][line][ratio], 1) if line in found[shape] else "-"
+                   for line in others)]
+                for shape in most
+            ),
+        )  # fmt: skip
+        yield ""
+    more = {(s, line): row["first_ns_each"] for s in most for line, row in found[s].items()
+            if line in _peers.ENGINES}  # fmt: skip
+    show = _tables.printer("first_ns", str, more.values())
+    yield from table(
+        ["more time of the first `fork()`, for each registration", *_peers.ENGINES],
+        *(
+            [names[s], *(show(more[s, line]) if (s, line) in more else "-"
+                         for line in _peers.ENGINES)]
+            for s in most
+        ),
+    )  # fmt: skip
 
 
 def source(name: str) -> str:
     """How the numbers are obtained, and on what machine."""
-    return f"(`rdmafork bench {name}`; {in_words(document(name)['machine'])}.)"
+    machine = document(name)["machine"]
+    if name == "demo":
+        cpus = f"{machine['cpus']} CPUs {machine['cpu_model']}"
+        memory = terminal.size(machine["memory_nbytes"])
+        return (
+            f"(`rdmafork demo`; {cpus}, {memory}, Linux {machine['kernel']}, "
+            f"Python {machine['python']}.)"
+        )
+    return f"(`rdmafork bench {name}`; {in_words(machine)}.)"
 
 
 NAMES = {
@@ -177,8 +238,10 @@ NAMES = {
     "dlvsym": "after its own `ibv_fork_init()`",
 }
 TABLES: dict[str, tuple[Callable[[], Iterator[str]], str]] = {
+    "demo": (demo, "demo"),
     "fork": (fork, "fork_latency"),
     "small": (small, "small_process"),
+    "handlers": (handlers, "small_process"),
     "registration": (registration, "registration"),
     "many": (many, "fork_latency"),
     "scale": (scale, "scale"),

@@ -52,19 +52,32 @@ def name(row: Row) -> str:
     return row["package"] if row["source"] == "PyPI" else row["program"]
 
 
+def remarks(row: Row) -> tuple[str, str]:
+    """Of the program alone, and under exec."""
+    alone, under = [], []
+    for remark in row.get("remarks", []):
+        text = remark.removeprefix("alone, ").removeprefix("under exec ")
+        text = text.removesuffix(", alone too")
+        if not remark.startswith("under exec "):
+            alone.append(text)
+        if "exec" in row and not remark.startswith("alone, "):
+            under.append(text)
+    return "; ".join(alone) or "-", "; ".join(under) or "-"
+
+
 def line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
 def everything(rows: list[Row]) -> Iterator[str]:
     yield line("program", "version", "registers by", "kernel", "`fork()` alone", "under exec",
-               "children", "remarks", "tried on")  # fmt: skip
-    yield line(*["---"] * 9)
+               "children", "remarks, alone", "under exec", "tried on")  # fmt: skip
+    yield line(*["---"] * 10)
     for row in rows:
         yield line(
             f"{name(row)} ({row['source']})", row["version"] or "-", row["registers"], series(row),
             fork(row, "alone"), fork(row, "exec"), children(row),
-            "; ".join(row.get("remarks", [])) or "-", row["date"],
+            *remarks(row), row["date"],
         )  # fmt: skip
 
 
@@ -74,13 +87,14 @@ def best(rows: list[Row]) -> Iterator[str]:
     if not measured:
         return
     newest = max(key(row)[2] for row in measured)
-    yield line("64 MiB registered by", "`fork()` alone", "under `rdmafork exec`", "remarks")
-    yield line(*["---"] * 4)
+    yield line("64 MiB registered by", "`fork()`, alone", "under exec", "other faults, alone",
+               "under exec")  # fmt: skip
+    yield line(*["---"] * 5)
     for row in measured:
         if key(row)[2] == newest and row["alone"]["kept"] < row["exec"]["kept"]:
             yield line(
                 f"{name(row)} {row['version']}", fork(row, "alone"), fork(row, "exec"),
-                "; ".join(row["remarks"]) or "-",
+                *remarks(row),
             )  # fmt: skip
     yield ""
     dates = sorted({row["date"] for row in measured if key(row)[2] == newest})

@@ -14,7 +14,10 @@ import sys
 import time
 from contextlib import ExitStack
 
-from mpi4py import MPI
+try:
+    from mpi4py import MPI
+except ImportError as error:
+    sys.exit(f"mpi_fork.py needs mpi4py and an MPI library: {error}")
 
 import rdmafork
 

@@ -16,20 +16,23 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
-from pyverbs.addr import GID, AHAttr, GlobalRoute
-from pyverbs.cq import CQ, CompChannel
-from pyverbs.device import Context
-from pyverbs.enums import (
-    IBV_ACCESS_LOCAL_WRITE,
-    IBV_LINK_LAYER_ETHERNET,
-    IBV_QPT_RC,
-    IBV_WC_SUCCESS,
-    IBV_WR_SEND,
-)
-from pyverbs.mr import MR
-from pyverbs.pd import PD
-from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
-from pyverbs.wr import SGE, RecvWR, SendWR
+try:
+    from pyverbs.addr import GID, AHAttr, GlobalRoute
+    from pyverbs.cq import CQ, CompChannel
+    from pyverbs.device import Context
+    from pyverbs.enums import (
+        IBV_ACCESS_LOCAL_WRITE,
+        IBV_LINK_LAYER_ETHERNET,
+        IBV_QPT_RC,
+        IBV_WC_SUCCESS,
+        IBV_WR_SEND,
+    )
+    from pyverbs.mr import MR
+    from pyverbs.pd import PD
+    from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
+    from pyverbs.wr import SGE, RecvWR, SendWR
+except ImportError as error:
+    sys.exit(f"pyverbs_pingpong.py needs pyverbs (Debian: python3-pyverbs): {error}")
 
 import rdmafork
 

@@ -12,9 +12,12 @@ import multiprocessing
 import sys
 import time
 
-from pyverbs.device import Context
-from pyverbs.mr import MR
-from pyverbs.pd import PD
+try:
+    from pyverbs.device import Context
+    from pyverbs.mr import MR
+    from pyverbs.pd import PD
+except ImportError as error:
+    sys.exit(f"pyverbs_pool.py needs pyverbs (Debian: python3-pyverbs): {error}")
 
 NBYTES = 256 << 20
 LOCAL_WRITE = 1

@@ -8,10 +8,14 @@ inherit them. They read samples that are not registered. Their batches come thro
 Needs torch (its CPU build will do).
 """
 
+import sys
 import time
 
-import torch
-from torch.utils.data import DataLoader, Dataset
+try:
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+except ImportError as error:
+    sys.exit(f"torch_dataloader.py needs torch; its CPU build will do: {error}")
 
 import rdmafork
 

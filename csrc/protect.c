@@ -56,7 +56,8 @@ static inline enum shape look(const struct rf_tracker *tracker, uintptr_t start,
 			if (!is_steady(range))
 				return OTHER;
 			stop = range->end;
-			range = rf_ranges_next(ranges, &cursor);
+			if (stop < end)
+				range = rf_ranges_next(ranges, &cursor);
 			continue;
 		}
 		stop = range && range->start < end ? range->start : end;
@@ -418,7 +419,7 @@ static inline enum shape look_back(const struct rf_tracker *tracker, uintptr_t s
 			run->end = stop;
 			run->mark = range->mark;
 		}
-		if (range->end <= end)
+		if (stop < end)
 			range = rf_ranges_next(ranges, &cursor);
 	}
 	if (rf_unlikely(ranges->leftover) && has_leftover_beside(ranges, start, end))

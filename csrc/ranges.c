@@ -5,11 +5,6 @@
 #include <stddef.h>
 #include <string.h>
 
-/* The most ranges that one step of a change puts in the place of others. */
-#define PIECES 8
-/* The most that one old range becomes, cut at both ends, with the gap after it. */
-#define PIECES_OF_ONE 4
-
 void rf_ranges_init(struct rf_ranges *ranges)
 {
 	memset(ranges, 0, sizeof(*ranges));
@@ -242,8 +237,6 @@ static void leaf_join(struct rf_ranges *ranges, uint32_t entry)
 /* Few ranges are in it. An only leaf stays, empty or not: registrations come again. */
 static void leaf_shrunk(struct rf_ranges *ranges, uint32_t entry)
 {
-	if (ranges->leaf_count == 1)
-		return;
 	if (!rf_ranges_settled(ranges, entry)->used) {
 		leaf_remove(ranges, entry);
 		if (!entry)
@@ -398,7 +391,8 @@ static uintptr_t count_leaves(struct rf_ranges *ranges, struct rf_cursor *cursor
 	struct rf_sum *sum;
 	uint32_t count;
 
-	if (cursor->item || !change->count || change->set & ~RF_RANGE_DUE)
+	if (cursor->item || ranges->leaf_count == 1 || !change->count ||
+	    change->set & ~RF_RANGE_DUE)
 		return start;
 	for (; (sum = even_sum(ranges, cursor->entry, ranges->leaf_count, start, end, &count));
 	     cursor->entry += count) {
@@ -409,55 +403,159 @@ static uintptr_t count_leaves(struct rf_ranges *ranges, struct rf_cursor *cursor
 			rf_ranges_group(ranges, cursor->entry)->group.known = false;
 		start = sum->end;
 	}
+	if (cursor->entry == ranges->leaf_count)
+		cursor->item = rf_ranges_leaf(ranges, --cursor->entry)->used;
 	return start;
 }
 
 /* ---- Changes ---- */
 
-/* The ranges [first, first + replaced) of one leaf become the pieces. */
-struct step {
-	struct rf_cursor first;
+/* A place in the list and its leaf, for which no change waits. */
+struct place {
+	struct rf_cursor at;
 	struct rf_leaf *leaf;
-	uint32_t replaced, count;
-	bool remarked;		/* the mark of some page changes */
-	struct rf_range pieces[PIECES];
 };
 
-/* Append @range, joined with the piece before it where they are alike. */
-static inline void put(struct step *step, const struct rf_range *range)
+static inline struct rf_range *range_at(struct place place)
 {
-	struct rf_range *last = step->pieces + step->count - 1;
-
-	if (step->count && is_alike(last, range))
-		last->end = range->end;
-	else
-		step->pieces[step->count++] = *range;
+	return &place.leaf->ranges[place.at.item];
 }
 
-static inline void put_part(struct step *step, const struct rf_range *range, uintptr_t start,
-			    uintptr_t end)
+/* The place of @cursor. Behind the last range of a leaf that is the first one of the next leaf. */
+static inline struct place place_of(const struct rf_ranges *ranges, struct rf_cursor cursor)
 {
-	struct rf_range part = *range;
+	struct rf_leaf *leaf = rf_ranges_settled(ranges, cursor.entry);
 
-	part.start = start;
-	part.end = end;
-	put(step, &part);
+	if (cursor.item < leaf->used || cursor.entry + 1 >= ranges->leaf_count)
+		return (struct place){ cursor, leaf };
+	cursor = (struct rf_cursor){ cursor.entry + 1, 0 };
+	return (struct place){ cursor, rf_ranges_settled(ranges, cursor.entry) };
 }
 
-/* [@start, @end) is not in the list yet. */
-static inline void put_new(struct step *step, const struct rf_change *change, uintptr_t start,
-			   uintptr_t end)
+static inline struct place next_place(const struct rf_ranges *ranges, struct place place)
 {
-	struct rf_range piece = { .start = start, .end = end, .flags = change->set };
+	if (++place.at.item < place.leaf->used)
+		return place;
+	return place_of(ranges, place.at);
+}
 
-	if (change->count <= 0)
-		return;
-	piece.counts[change->finds] = 1;
-	if (change->remark) {
-		piece.mark = change->mark;
-		step->remarked = true;
+/* A place between two leaves is the end of the first one, if that has room. */
+static inline struct place place_with_room(const struct rf_ranges *ranges, struct place place)
+{
+	struct rf_leaf *before;
+
+	if (place.at.item || !place.at.entry)
+		return place;
+	before = rf_ranges_settled(ranges, place.at.entry - 1);
+	if (before->used == RF_LEAF_RANGES)
+		return place;
+	return (struct place){ { place.at.entry - 1, before->used }, before };
+}
+
+/* The leaf of @place is full. Returns the same place, with room for a range at @start. */
+static struct place split_leaf(struct rf_ranges *ranges, struct place place, uintptr_t start)
+{
+	place = place_with_room(ranges, place);
+	while (place.leaf->used == RF_LEAF_RANGES) {
+		make_room(ranges, place.at, start);
+		place = place_with_room(ranges, place_of(ranges, rf_ranges_seek(ranges, start)));
 	}
-	put(step, &piece);
+	return place;
+}
+
+/* Make room for a range at @start, before the one at @place. Returns its place, to be filled. */
+static inline struct place insert(struct rf_ranges *ranges, struct place place, uintptr_t start)
+{
+	struct rf_range *range;
+
+	if (rf_unlikely(place.leaf->used == RF_LEAF_RANGES))
+		place = split_leaf(ranges, place, start);
+	range = range_at(place);
+	memmove(range + 1, range, (place.leaf->used - place.at.item) * sizeof(*range));
+	place.leaf->used++;
+	ranges->count++;
+	if (!place.at.item)
+		directory_of(ranges)[place.at.entry].first = start;
+	forget(ranges, place.at.entry);
+	return place;
+}
+
+/* Take the range at @place out. Returns the place of the first range that ends after @end. */
+static struct place erase(struct rf_ranges *ranges, struct place place, uintptr_t end)
+{
+	struct rf_range *range = range_at(place);
+	const uint32_t leaves = ranges->leaf_count;
+
+	place.leaf->used--;
+	ranges->count--;
+	memmove(range, range + 1, (place.leaf->used - place.at.item) * sizeof(*range));
+	if (!place.at.item && place.leaf->used)
+		directory_of(ranges)[place.at.entry].first = range->start;
+	forget(ranges, place.at.entry);
+	if (leaves > 1)
+		leaf_shrunk(ranges, place.at.entry);
+	return place_of(ranges, leaves == ranges->leaf_count ? place.at
+							     : rf_ranges_seek(ranges, end));
+}
+
+/* Cut the range at @place in two. Returns the place of the first, which ends at @address. */
+static struct place cut(struct rf_ranges *ranges, struct place place, uintptr_t address)
+{
+	struct rf_range *range = range_at(place), first = *range;
+
+	first.end = address;
+	range->start = address;
+	if (!place.at.item)
+		directory_of(ranges)[place.at.entry].first = address;
+	place = insert(ranges, place, first.start);
+	*range_at(place) = first;
+	return place;
+}
+
+/* The mark before the range at @place, and the one behind it. */
+static inline uint8_t mark_before(const struct rf_ranges *ranges, struct place place)
+{
+	const struct rf_range *range = range_at(place), *before;
+	const struct rf_leaf *leaf;
+
+	if (place.at.item) {
+		before = range - 1;
+	} else if (place.at.entry) {
+		leaf = rf_ranges_leaf(ranges, place.at.entry - 1);
+		before = &leaf->ranges[leaf->used - 1];
+	} else {
+		return RF_MARK_NONE;
+	}
+	return before->end == range->start ? before->mark : RF_MARK_NONE;
+}
+
+static inline uint8_t mark_behind(const struct rf_ranges *ranges, struct place place)
+{
+	const struct rf_range *range = range_at(place), *behind;
+
+	if (place.at.item + 1 < place.leaf->used)
+		behind = range + 1;
+	else if (place.at.entry + 1 < ranges->leaf_count)
+		behind = rf_ranges_leaf(ranges, place.at.entry + 1)->ranges;
+	else
+		return RF_MARK_NONE;
+	return behind->start == range->end ? behind->mark : RF_MARK_NONE;
+}
+
+/* Ranges are inserted and erased without a mark, so edges and bytes are counted here alone. */
+static inline void set_mark(struct rf_ranges *ranges, struct place place, uint8_t mark)
+{
+	struct rf_range *range = range_at(place);
+	const uint8_t before = mark_before(ranges, place), behind = mark_behind(ranges, place);
+	const uint8_t old = range->mark;
+
+	ranges->mark_edges += (uint32_t)((before != mark) - (before != old) + (behind != mark) -
+					 (behind != old));
+	if (old)
+		ranges->marked_bytes -= range->end - range->start;
+	if (mark)
+		ranges->marked_bytes += range->end - range->start;
+	range->mark = mark;
 }
 
 /* Counted once more. Released but marked still: its memory may be another's by now. */
@@ -483,7 +581,8 @@ static inline void count_more(struct rf_range *piece, const struct rf_change *ch
 	}
 }
 
-static inline void count_less(struct rf_range *piece, const struct rf_change *change)
+static inline void count_less(struct rf_ranges *ranges, struct rf_range *piece,
+			      const struct rf_change *change)
 {
 	RF_ASSERT(piece->counts[change->finds]);
 	piece->counts[change->finds]--;
@@ -494,19 +593,23 @@ static inline void count_less(struct rf_range *piece, const struct rf_change *ch
 		piece->flags |= RF_RANGE_PARTIAL;
 	if (change->remark)
 		piece->mark = change->mark;
+	else
+		ranges->leftover = true;
 }
 
-static inline void change_piece(struct rf_range *piece, const struct rf_change *change)
+static inline void change_piece(struct rf_ranges *ranges, struct rf_range *piece,
+				const struct rf_change *change)
 {
 	if (change->count > 0) {
 		count_more(piece, change);
 		return;
 	}
 	if (change->count < 0) {
-		count_less(piece, change);
+		count_less(ranges, piece, change);
 		return;
 	}
 	piece->flags = (uint8_t)((piece->flags | change->set) & ~change->clear);
+	ranges->retry |= change->set & RF_RANGE_RETRY;
 	if (rf_unlikely(change->tried)) {
 		piece->tries += piece->tries < RF_RANGE_TRIES;
 		if (piece->tries == RF_RANGE_TRIES)
@@ -520,296 +623,95 @@ static inline void change_piece(struct rf_range *piece, const struct rf_change *
 		piece->nature = change->nature;
 }
 
-/* All of @range, of which [@start, @end) changes. */
-static inline void put_changed(struct step *step, const struct rf_range *range,
-			       const struct rf_change *change, uintptr_t start, uintptr_t end)
+/* Join the range at @place with the one before it, if they are alike. Returns the next place. */
+static inline struct place pass(struct rf_ranges *ranges, struct place place)
 {
-	struct rf_range piece = *range;
+	struct rf_range *range = range_at(place);
 
-	if (range->start < start)
-		put_part(step, range, range->start, start);
-	piece.start = start;
-	piece.end = end;
-	change_piece(&piece, change);
-	step->remarked |= piece.mark != range->mark;
-	if (piece.mark || rf_range_is_counted(&piece))
-		put(step, &piece);
-	if (range->end > end)
-		put_part(step, range, end, range->end);
+	if (!place.at.item || !is_alike(range - 1, range))
+		return next_place(ranges, place);
+	range[-1].end = range->end;
+	return erase(ranges, place, range->end);
 }
 
-/* How often the mark changes from one address to the next, in [@range, @last) and around it. */
-static uint32_t count_edges(const struct rf_range *range, const struct rf_range *last,
-			    const struct rf_range *before, const struct rf_range *after)
+/* Pages of no range are counted. Returns the place of their range, and in *@mark its mark to be. */
+static inline struct place add_range(struct rf_ranges *ranges, struct place place, uintptr_t start,
+				     uintptr_t end, const struct rf_change *change, uint8_t *mark)
 {
-	uintptr_t end = before ? before->end : 0;
-	uint8_t mark = before ? before->mark : RF_MARK_NONE;
-	uint32_t edges = 0;
+	struct rf_range *range;
 
-	for (; range < last; range++) {
-		if (range->start == end)
-			edges += mark != range->mark;
-		else
-			edges += (mark != RF_MARK_NONE) + (range->mark != RF_MARK_NONE);
-		mark = range->mark;
-		end = range->end;
-	}
-	if (after && after->start == end)
-		return edges + (mark != after->mark);
-	return edges + (mark != RF_MARK_NONE) + (after && after->mark != RF_MARK_NONE);
+	place = insert(ranges, place, start);
+	range = range_at(place);
+	*range = (struct rf_range){ .start = start, .end = end, .flags = change->set };
+	range->counts[change->finds] = 1;
+	*mark = change->remark ? change->mark : RF_MARK_NONE;
+	return place;
 }
 
-static uint64_t count_bytes(const struct rf_range *range, const struct rf_range *last)
-{
-	uint64_t bytes = 0;
-
-	for (; range < last; range++)
-		bytes += range->mark ? range->end - range->start : 0;
-	return bytes;
-}
-
-/* The ranges before and after those of @step; NULL: none. */
-static struct rf_range *range_before(const struct rf_ranges *ranges, const struct step *step)
-{
-	struct rf_leaf *leaf = step->leaf;
-
-	if (step->first.item)
-		return &leaf->ranges[step->first.item - 1];
-	if (!step->first.entry)
-		return NULL;
-	leaf = rf_ranges_settled(ranges, step->first.entry - 1);
-	return &leaf->ranges[leaf->used - 1];
-}
-
-static struct rf_range *range_after(const struct rf_ranges *ranges, const struct step *step)
-{
-	const uint32_t item = step->first.item + step->replaced;
-
-	if (item < step->leaf->used)
-		return &step->leaf->ranges[item];
-	if (step->first.entry + 1 >= ranges->leaf_count)
-		return NULL;
-	return &rf_ranges_settled(ranges, step->first.entry + 1)->ranges[0];
-}
-
-static void count_marks(struct rf_ranges *ranges, const struct step *step)
-{
-	const struct rf_range *old = step->leaf->ranges + step->first.item;
-	const struct rf_range *before = range_before(ranges, step);
-	const struct rf_range *after = range_after(ranges, step);
-
-	ranges->mark_edges -= count_edges(old, old + step->replaced, before, after);
-	ranges->marked_bytes -= count_bytes(old, old + step->replaced);
-	old = step->pieces;
-	ranges->mark_edges += count_edges(old, old + step->count, before, after);
-	ranges->marked_bytes += count_bytes(old, old + step->count);
-}
-
-/* Put the pieces in the place of the ranges they replace. */
-static inline void commit(struct rf_ranges *ranges, const struct step *step)
-{
-	struct rf_leaf *leaf = step->leaf;
-	const uint32_t item = step->first.item;
-	struct rf_range *at = leaf->ranges + item;
-	uint32_t i, more, after = leaf->used - item - step->replaced;
-
-	forget(ranges, step->first.entry);
-	if (step->remarked)
-		count_marks(ranges, step);
-	more = step->count - step->replaced;
-	if (more) {
-		if (after)
-			memmove(at + step->count, at + step->replaced, after * sizeof(*at));
-		leaf->used += more;
-		ranges->count += more;
-	}
-	for (i = 0; i < step->count; i++)
-		at[i] = step->pieces[i];
-	if (!item && leaf->used)
-		directory_of(ranges)[step->first.entry].first = leaf->ranges[0].start;
-	if (step->count < step->replaced)
-		leaf_shrunk(ranges, step->first.entry);
-}
-
-/*
- * Plan the pieces of [@at, @end) as far as one leaf and one step go; returns how far
- * that is. Nothing has changed yet.
- */
-static inline uintptr_t plan(const struct rf_ranges *ranges, struct rf_cursor cursor,
-			     uintptr_t at, uintptr_t end, const struct rf_change *change,
-			     struct step *step)
-{
-	const struct rf_range *range, *last;
-	uintptr_t stop;
-
-	step->count = 0;
-	step->remarked = false;
-	step->leaf = rf_ranges_settled(ranges, cursor.entry);
-	/* New ranges between two leaves go to the end of the first, if that has room. */
-	if (rf_unlikely(!cursor.item) && cursor.entry && step->leaf->used &&
-	    step->leaf->ranges[0].start > at &&
-	    rf_ranges_settled(ranges, cursor.entry - 1)->used < RF_LEAF_RANGES) {
-		step->leaf = rf_ranges_settled(ranges, --cursor.entry);
-		cursor.item = step->leaf->used;
-	}
-	range = step->leaf->ranges + cursor.item;
-	last = step->leaf->ranges + step->leaf->used;
-	if (cursor.item && range[-1].end == at) {
-		put(step, range - 1);
-		cursor.item--;
-	}
-	step->first = cursor;
-	while (at < end && step->count <= PIECES - PIECES_OF_ONE) {
-		if (range < last && range->start <= at) {
-			stop = range->end < end ? range->end : end;
-			put_changed(step, range++, change, at, stop);
-		} else if (range < last) {
-			stop = range->start < end ? range->start : end;
-			put_new(step, change, at, stop);
-		} else {
-			stop = end;
-			if (cursor.entry + 1 < ranges->leaf_count &&
-			    directory_of(ranges)[cursor.entry + 1].first < end)
-				stop = directory_of(ranges)[cursor.entry + 1].first;
-			/* The first range of the next leaf belongs to another step. */
-			if (stop == at)
-				break;
-			put_new(step, change, at, stop);
-		}
-		at = stop;
-	}
-	if (at == end && range < last && range->start == end)
-		put(step, range++);
-	step->replaced = (uint32_t)(range - step->leaf->ranges) - cursor.item;
-	return at;
-}
-
-/*
- * Ranges that lie in [@start, @end) as a whole, and are as many afterwards. Not the last of
- * them, which the one after it may join. Returns how far that is.
- */
-static inline uintptr_t change_in_place(struct rf_ranges *ranges, struct rf_cursor *cursor,
+/* [@start, @end) of the range at @place changes. Returns the same of that part. */
+static inline struct place change_range(struct rf_ranges *ranges, struct place place,
 					uintptr_t start, uintptr_t end,
-					const struct rf_change *change)
+					const struct rf_change *change, uint8_t *mark)
 {
-	struct rf_leaf *leaf;
-	struct rf_range *range, piece;
+	struct rf_range *range;
+	uint8_t old;
 
-	leaf = rf_ranges_settled(ranges, cursor->entry);
-	range = leaf->ranges + cursor->item;
-	for (; cursor->item < leaf->used && range->start == start && range->end < end; range++) {
-		piece = *range;
-		change_piece(&piece, change);
-		if (piece.mark != range->mark || !(piece.mark || rf_range_is_counted(&piece)) ||
-		    (cursor->item && is_alike(range - 1, &piece)))
-			break;
-		*range = piece;
-		start = piece.end;
-		cursor->item++;
-		forget(ranges, cursor->entry);
-	}
-	if (cursor->item == leaf->used && cursor->entry + 1 < ranges->leaf_count) {
-		cursor->entry++;
-		cursor->item = 0;
-	}
-	return start;
-}
-
-static inline void count_mark(struct rf_ranges *ranges, const struct rf_range *range, int sign)
-{
-	if (!range->mark)
-		return;
-	ranges->mark_edges += 2 * (uint32_t)sign;
-	ranges->marked_bytes += (uint64_t)sign * (range->end - range->start);
-}
-
-/*
- * The common case, in place: all of [@start, @end) comes or goes as one range, and nothing
- * touches it. False: nothing has changed.
- */
-static inline bool change_alone(struct rf_ranges *ranges, struct rf_cursor cursor,
-				uintptr_t start, uintptr_t end, const struct rf_change *change)
-{
-	struct rf_leaf *leaf = rf_ranges_settled(ranges, cursor.entry);
-	struct rf_range *range = leaf->ranges + cursor.item, *next = range;
-	const uint32_t after = leaf->used - cursor.item;
-	const bool more = change->count > 0;
-
-	if (cursor.item ? range[-1].end == start : cursor.entry)
-		return false;
-	if (!more) {
-		if (!after || range->start != start || range->end != end ||
-		    rf_range_count(range) != 1 || (range->mark && !change->remark))
-			return false;
-		next++;
-	}
-	if (next < leaf->ranges + leaf->used ? next->start <= end
-					     : cursor.entry + 1 < ranges->leaf_count)
-		return false;
-	if (more) {
-		if (leaf->used == RF_LEAF_RANGES)
-			return false;
-		memmove(range + 1, range, after * sizeof(*range));
-		*range = (struct rf_range){ .start = start, .end = end, .flags = change->set };
-		range->counts[change->finds] = 1;
-		range->mark = change->remark ? change->mark : RF_MARK_NONE;
-		count_mark(ranges, range, 1);
-		leaf->used++;
-		ranges->count++;
-	} else {
-		count_mark(ranges, range, -1);
-		memmove(range, next, (after - 1) * sizeof(*range));
-		leaf->used--;
-		ranges->count--;
-	}
-	forget(ranges, cursor.entry);
-	if (!cursor.item && leaf->used)
-		directory_of(ranges)[cursor.entry].first = leaf->ranges[0].start;
-	if (!more)
-		leaf_shrunk(ranges, cursor.entry);
-	return true;
+	if (range_at(place)->start < start)
+		place = pass(ranges, cut(ranges, place, start));
+	if (range_at(place)->end > end)
+		place = cut(ranges, place, end);
+	range = range_at(place);
+	old = range->mark;
+	change_piece(ranges, range, change);
+	forget(ranges, place.at.entry);
+	*mark = range->mark;
+	range->mark = old;
+	return place;
 }
 
 void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t start,
 			 uintptr_t end, const struct rf_change *change)
 {
+	const struct rf_range *range;
+	struct place place;
 	uintptr_t stop;
-	struct step step;
+	uint8_t mark;
 
 	RF_ASSERT(start <= end);
 	ranges->version++;
-	ranges->retry |= change->set & RF_RANGE_RETRY;
-	ranges->leftover |= change->count < 0 && !change->remark;
 	if (rf_unlikely(!ranges->leaf_count)) {
 		/* There may be no room yet, either. */
 		if (change->count <= 0)
 			return;
 		leaf_insert(ranges, 0, start);
 	}
-	if (rf_likely(change->count) && change_alone(ranges, cursor, start, end, change))
-		return;
-	while (start < end) {
-		stop = count_leaves(ranges, &cursor, start, end, change);
-		if (stop == start)
-			stop = change_in_place(ranges, &cursor, start, end, change);
+	place = place_of(ranges, cursor);
+	for (; start < end; start = stop) {
+		stop = count_leaves(ranges, &place.at, start, end, change);
 		if (stop > start) {
-			start = stop;
-			if (cursor.entry == ranges->leaf_count)
-				cursor = rf_ranges_seek(ranges, start);
+			place = place_of(ranges, place.at);
 			continue;
 		}
-		stop = plan(ranges, cursor, start, end, change, &step);
-		if (rf_likely(step.leaf->used + step.count - step.replaced <= RF_LEAF_RANGES)) {
-			commit(ranges, &step);
-			start = stop;
+		range = place.at.item < place.leaf->used ? range_at(place) : NULL;
+		if (range && range->start <= start) {
+			stop = range->end < end ? range->end : end;
+			place = change_range(ranges, place, start, stop, change, &mark);
 		} else {
-			/* A gap stays out of the list, unless it is counted now. */
-			make_room(ranges, step.first,
-				  start < step.pieces[0].start ? step.pieces[0].start : start);
+			stop = range && range->start < end ? range->start : end;
+			if (change->count <= 0)
+				continue;
+			place = add_range(ranges, place, start, stop, change, &mark);
 		}
-		if (rf_unlikely(start < end))
-			cursor = rf_ranges_seek(ranges, start);
+		if (range_at(place)->mark != mark)
+			set_mark(ranges, place, mark);
+		if (mark || rf_range_is_counted(range_at(place)))
+			place = pass(ranges, place);
+		else
+			place = erase(ranges, place, stop);
 	}
+	/* The range behind the last change may be like it now. */
+	if (place.at.item < place.leaf->used)
+		(void)pass(ranges, place);
 	RF_ASSERT(ranges->count <= ranges->capacity);
 }
 

@@ -23,7 +23,8 @@
  *	zeros		an RF_WIPE registration fills it
  *	a copy		registrations only touch it; or none does, as part of a huge page
  *
- * One function changes the list, rf_ranges_change(). Every other one reads it. A
+ * One function changes the list, rf_ranges_change(): it cuts the ranges at both ends of the
+ * change, changes each range between them, and joins those that are alike then. A
  * registration over many ranges counts whole leaves in one step, and whole groups of
  * leaves: a change that is the same for all their ranges waits until one of them is read.
  *

@@ -4,6 +4,7 @@ A row for each is left beside the report on the tests, as tried/NAME.json; docs/
 a page of them. FIELD is a virtual environment of its own, which vm.mk fills from PyPI.
 """
 
+import contextlib
 import json
 import mmap
 import os
@@ -289,6 +290,20 @@ def remarks(alone, inside):
     return said
 
 
+def works(found):
+    return all(one["before"] == "arrived" for one in found)
+
+
+def alone_at_last(program, device, env, tmp_path):
+    """Without rdmafork; twice, as on a busy machine a library may give up connecting, or wait."""
+    for _ in range(2):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            found = program.run(program, device, [], env, tmp_path)
+            if program.run is not run_library or works(found):
+                return found
+    pytest.skip(f"{program.name} does not connect here, without rdmafork either")
+
+
 def compared(alone, inside):
     """Under exec a library does as well as alone, or better."""
     assert alone["before"] == inside["before"] == "arrived", (alone, inside)
@@ -314,14 +329,14 @@ def test_alone_and_under_exec(program, device, tmp_path, request):
     place = Path(request.config.option.xmlpath or tmp_path / "x").parent / "tried"
     place.mkdir(exist_ok=True)
     file = place / f"{re.sub(r'[^a-z0-9]+', '-', program.name.lower())}.json"
-    file.write_text(json.dumps(row | {"result": "failed"}))
+    file.write_text(json.dumps(row | {"result": "not tested"}))
     if not row["version"]:
-        file.write_text(json.dumps(row | {"result": "not tested"}))
         pytest.skip(f"{program.package} is not installed ({program.source})")
     more = program.prepare(device, tmp_path) if program.prepare else {}
     env = environment({k: v.format(device=device) for k, v in (program.env or {}).items()} | more)
-    alone = program.run(program, device, [], env, tmp_path)
     command = [*EXEC, str(tmp_path / "report.json"), "--"]
+    alone = alone_at_last(program, device, env, tmp_path)
+    file.write_text(json.dumps(row | {"result": "failed"}))
     inside = program.run(program, device, command, env, tmp_path)
     lines = [
         json.loads(line)

@@ -47,7 +47,7 @@ HUGE_PAGES = "huge pages"
 SIZES = (4 << 10, 64 << 10, HUGE, 16 << 20, 256 << 20, 1 << 30)
 BUDGET_NS = 2_000_000
 MARGIN = 32 << 20  # around the range: its mapping lies alike whatever its size
-COUNTED_NS, MOST_PAIRS = 10_000_000, 20_000  # the pairs that are counted take so long
+COUNTED_NS, MOST_PAIRS = 40_000_000, 20_000  # the pairs that are counted take so long
 
 libc: ctypes.CDLL = ctypes.CDLL(None)
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

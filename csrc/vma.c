@@ -63,7 +63,7 @@ static bool parse(const char *line, size_t length, struct rf_vma *vma, struct rf
 	vma->protection = (line[permissions] == 'r' ? PROT_READ : 0) |
 			  (line[permissions + 1] == 'w' ? PROT_WRITE : 0) |
 			  (line[permissions + 2] == 'x' ? PROT_EXEC : 0);
-	vma->shared = line[permissions + 3] == 's' || line[permissions + 3] == 'S';
+	vma->shared = line[permissions + 3] == 's';
 	vma->shift = base_shift();
 	vma->anonymous = line[at] == '0';
 	file->device = makedev((unsigned int)device_major, (unsigned int)device_minor);

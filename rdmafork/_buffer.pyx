@@ -514,16 +514,16 @@ def pool_cause(size, page):
     """What the pool lacks for it, or None."""
     folder = _huge_pages.path(page)
     try:
-        pool = _huge_pages.pool(page)
+        total, free = _huge_pages.pool(page)
         with open("/proc/meminfo") as file:
             default = f"Hugepagesize: {page >> 10} kB" in [" ".join(s.split()) for s in file]
     except (OSError, ValueError):
         return None
     needed = size // page
-    if pool.free >= needed:
+    if free >= needed:
         return None
     knob = "/proc/sys/vm/nr_hugepages" if default else f"{folder}/nr_hugepages"
-    return f"{needed} needed, {pool.free} free of the {pool.total} in the pool; raise {knob}"
+    return f"{needed} needed, {free} free of the {total} in the pool; raise {knob}"
 
 
 def memory_cause():

@@ -717,7 +717,7 @@ def wait_for_pins(patience=10):
 def free_huge_pages():
     from rdmafork import _huge_pages
 
-    return _huge_pages.pool(HUGE).free
+    return _huge_pages.pool(HUGE)[1]
 
 
 @pytest.fixture

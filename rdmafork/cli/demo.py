@@ -382,7 +382,7 @@ def _measure_huge(report: Report) -> dict[str, Any]:
     page = int(kib) << 10
     result: dict[str, Any] = {"page_size": page, "reserved_here": False}
     try:
-        total = _huge_pages.pool(page).total
+        total, _ = _huge_pages.pool(page)
     except (OSError, ValueError):
         return result | {"skipped": "this kernel has no huge pages"}
     try:

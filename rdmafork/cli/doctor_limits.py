@@ -107,23 +107,23 @@ def huge_pages() -> Iterator[Row]:
     none = True
     for nbytes in rdmafork.kernel_info().huge_page_sizes:
         with contextlib.suppress(OSError, ValueError):
-            pool = _huge_pages.pool(nbytes)
-            if pool.total:
+            total, free = _huge_pages.pool(nbytes)
+            if total:
                 none = False
-                yield _pool(nbytes, pool)
+                yield _pool(nbytes, total, free)
     if none:
         yield ok("huge pages", "none reserved (echo N > /proc/sys/vm/nr_hugepages)")
 
 
-def _pool(nbytes: int, pool: _huge_pages.Pool) -> Row:
-    what, text = "huge pages", f"{pool.free} of {pool.total} of {size(nbytes)} are free"
-    if pool.free:
+def _pool(nbytes: int, total: int, free: int) -> Row:
+    what, text = "huge pages", f"{free} of {total} of {size(nbytes)} are free"
+    if free:
         return ok(what, text)
     text += (
         ": fork() fails in a process that has pinned some without registering them with rdmafork"
     )
     knob = f"{_huge_pages.path(nbytes)}/nr_hugepages"
-    return warning(what, text, f"as root: echo {pool.total + 8} > {knob}")
+    return warning(what, text, f"as root: echo {total + 8} > {knob}")
 
 
 def transparent_huge_pages() -> Row:

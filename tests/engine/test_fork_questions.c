@@ -153,12 +153,13 @@ static void a_child_looks_for_no_descriptor_of_its_own_fork(void)
 	char *memory = check_map(2);
 	struct rf_handle handle;
 	unsigned long before;
-	int calls[2], i;
+	int calls[3], i;
 	pid_t child;
 
 	check_start(check_best_mode());
-	for (i = 0; i < 2; i++) {
-		while (i && dup(0) < 64)
+	/* The first fork also makes room for a table, where maps is read as text. */
+	for (i = 0; i < 3; i++) {
+		while (i == 2 && dup(0) < 64)
 			;
 		handle = check_register(memory, 2 * check_page, RF_HELD);
 		before = rf_sys_calls();
@@ -169,7 +170,7 @@ static void a_child_looks_for_no_descriptor_of_its_own_fork(void)
 		calls[i] = check_wait(child);
 		check_release(handle);
 	}
-	CHECK(calls[0] == calls[1], "%d, then %d", calls[0], calls[1]);
+	CHECK(calls[1] == calls[2], "%d, then %d", calls[1], calls[2]);
 }
 
 /* Nothing of what that thread was at is the child's, neither its descriptor nor its table. */

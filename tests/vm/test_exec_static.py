@@ -50,4 +50,6 @@ def test_a_static_libibverbs_is_told_by_the_report_and_by_doctor(device, program
     assert "at least 8 MiB pinned by something that does not call libibverbs" in told, told
     assert f"fork() {does} the private part of it" in told
     assert "a device was open and no libibverbs was found" in told
-    assert "8 MiB pinned by something that does not call libibverbs" in looked, looked
+    # Elsewhere exec has told the static libibverbs to mark its memory: not all of it may be lost.
+    some = "8 MiB " if rdmafork.kernel_info().copy_on_fork_trusted else "MiB "
+    assert f"{some}pinned by something that does not call libibverbs" in looked, looked

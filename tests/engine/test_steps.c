@@ -285,11 +285,14 @@ static unsigned long steps_of_release(char *start, size_t nbytes)
 	return steps;
 }
 
-/* Of one range, of all ranges at once, which is nobody's, and of what nobody registered. */
+/*
+ * Of one range, of all ranges at once, which is nobody's, and of what nobody registered. Now and
+ * then a release splits or joins leaves of the ranges, so that of one range is a mean.
+ */
 static unsigned long steps_among(size_t count, bool same)
 {
 	char *base = check_map_shared(count);
-	unsigned long most = 0, one;
+	unsigned long most = 0, sum = 0, one;
 	size_t i;
 
 	for (i = 0; i < count; i++)
@@ -305,11 +308,10 @@ static unsigned long steps_among(size_t count, bool same)
 			CHECK(ibv_dofork_range(start, check_page) == 0);
 			continue;
 		}
-		one = steps_of_release(start, check_page);
-		most = one > most ? one : most;
+		sum += steps_of_release(start, check_page);
 	}
 	check_unmap(base, count);
-	return most;
+	return most > sum / 16 ? most : sum / 16;
 }
 
 static void a_release_takes_as_long_among_thousands(void)

@@ -146,6 +146,16 @@ const struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t 
 
 /* ---- Leaves ---- */
 
+/*
+ * A signal handler that interrupts a change and forks reads the ranges as they lie there
+ * (rf_marks_drop_shared()). So each range is always in a leaf, and each leaf in the directory:
+ * what moves is copied before its old place is used again, one by one, as memmove() need not.
+ */
+static inline void in_this_order(void)
+{
+	__atomic_signal_fence(__ATOMIC_SEQ_CST);
+}
+
 static inline bool is_alike(const struct rf_range *left, const struct rf_range *right)
 {
 	/* All fields but the addresses, in one comparison. */
@@ -178,7 +188,7 @@ static void forget_groups(struct rf_ranges *ranges, uint32_t entry)
 /* An empty leaf at @entry of the directory, for ranges from @first on. */
 static void leaf_insert(struct rf_ranges *ranges, uint32_t entry, uintptr_t first)
 {
-	struct rf_leaf_entry *directory = directory_of(ranges);
+	struct rf_leaf_entry *directory = directory_of(ranges), *at, *end;
 	struct rf_leaf *leaves = ranges->leaves.items;
 	uint32_t index = ranges->free_leaf;
 
@@ -191,23 +201,32 @@ static void leaf_insert(struct rf_ranges *ranges, uint32_t entry, uintptr_t firs
 	memset(&leaves[index], 0, offsetof(struct rf_leaf, ranges));
 	forget_groups(ranges, entry);
 	RF_ASSERT(ranges->leaf_count < ranges->directory.capacity);
-	memmove(directory + entry + 1, directory + entry,
-		(ranges->leaf_count - entry) * sizeof(*directory));
+	at = directory + entry;
+	end = directory + ranges->leaf_count;
+	*end = at < end ? end[-1] : (struct rf_leaf_entry){ .leaf = index };
+	in_this_order();
 	ranges->leaf_count++;
-	directory[entry].leaf = index;
-	directory[entry].first = first;
+	for (end--; end > at; end--) {
+		in_this_order();
+		*end = end[-1];
+	}
+	in_this_order();
+	*at = (struct rf_leaf_entry){ .first = first, .leaf = index };
 }
 
 static void leaf_remove(struct rf_ranges *ranges, uint32_t entry)
 {
-	struct rf_leaf_entry *directory = directory_of(ranges);
+	struct rf_leaf_entry *at = directory_of(ranges) + entry;
+	const struct rf_leaf_entry *last = directory_of(ranges) + ranges->leaf_count - 1;
 
 	forget_groups(ranges, entry);
 	rf_ranges_settled(ranges, entry)->next_free = ranges->free_leaf;
-	ranges->free_leaf = directory[entry].leaf + 1;
+	ranges->free_leaf = at->leaf + 1;
+	for (; at < last; at++) {
+		*at = at[1];
+		in_this_order();
+	}
 	ranges->leaf_count--;
-	memmove(directory + entry, directory + entry + 1,
-		(ranges->leaf_count - entry) * sizeof(*directory));
 }
 
 /* Append the leaf after @entry to it and drop that one, if together they are few. */
@@ -229,6 +248,7 @@ static void leaf_join(struct rf_ranges *ranges, uint32_t entry)
 	}
 	memcpy(left->ranges + left->used, right->ranges + skipped,
 	       (right->used - skipped) * sizeof(*right->ranges));
+	in_this_order();
 	left->used += right->used - skipped;
 	forget(ranges, entry);
 	leaf_remove(ranges, entry + 1);
@@ -267,8 +287,10 @@ static void make_room(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr
 	}
 	leaf_insert(ranges, cursor.entry + 1, left->ranges[keep].start);
 	right = rf_ranges_settled(ranges, cursor.entry + 1);
+	memcpy(right->ranges, left->ranges + keep, (left->used - keep) * sizeof(*right->ranges));
+	in_this_order();
 	right->used = left->used - keep;
-	memcpy(right->ranges, left->ranges + keep, right->used * sizeof(*right->ranges));
+	in_this_order();
 	left->used = keep;
 	forget(ranges, cursor.entry);
 }
@@ -466,13 +488,23 @@ static struct place split_leaf(struct rf_ranges *ranges, struct place place, uin
 /* Make room for a range at @start, before the one at @place. Returns its place, to be filled. */
 static inline struct place insert(struct rf_ranges *ranges, struct place place, uintptr_t start)
 {
-	struct rf_range *range;
+	struct rf_range *range, *end;
 
 	if (rf_unlikely(place.leaf->used == RF_LEAF_RANGES))
 		place = split_leaf(ranges, place, start);
 	range = range_at(place);
-	memmove(range + 1, range, (place.leaf->used - place.at.item) * sizeof(*range));
+	end = place.leaf->ranges + place.leaf->used;
+	if (range < end)
+		*end = end[-1];
+	else
+		end->mark = RF_MARK_NONE;
+	in_this_order();
 	place.leaf->used++;
+	for (end--; end > range; end--) {
+		in_this_order();
+		*end = end[-1];
+	}
+	in_this_order();
 	ranges->count++;
 	if (!place.at.item)
 		directory_of(ranges)[place.at.entry].first = start;
@@ -484,13 +516,17 @@ static inline struct place insert(struct rf_ranges *ranges, struct place place, 
 static struct place erase(struct rf_ranges *ranges, struct place place, uintptr_t end)
 {
 	struct rf_range *range = range_at(place);
+	const struct rf_range *last = place.leaf->ranges + place.leaf->used - 1;
 	const uint32_t leaves = ranges->leaf_count;
 
+	for (; range < last; range++) {
+		*range = range[1];
+		in_this_order();
+	}
 	place.leaf->used--;
 	ranges->count--;
-	memmove(range, range + 1, (place.leaf->used - place.at.item) * sizeof(*range));
 	if (!place.at.item && place.leaf->used)
-		directory_of(ranges)[place.at.entry].first = range->start;
+		directory_of(ranges)[place.at.entry].first = place.leaf->ranges[0].start;
 	forget(ranges, place.at.entry);
 	if (leaves > 1)
 		leaf_shrunk(ranges, place.at.entry);
@@ -501,14 +537,17 @@ static struct place erase(struct rf_ranges *ranges, struct place place, uintptr_
 /* Cut the range at @place in two. Returns the place of the first, which ends at @address. */
 static struct place cut(struct rf_ranges *ranges, struct place place, uintptr_t address)
 {
-	struct rf_range *range = range_at(place), first = *range;
+	struct rf_range first = *range_at(place);
+	struct place second;
 
 	first.end = address;
-	range->start = address;
-	if (!place.at.item)
-		directory_of(ranges)[place.at.entry].first = address;
 	place = insert(ranges, place, first.start);
 	*range_at(place) = first;
+	in_this_order();
+	second = next_place(ranges, place);
+	range_at(second)->start = address;
+	if (!second.at.item)
+		directory_of(ranges)[second.at.entry].first = address;
 	return place;
 }
 
@@ -631,6 +670,7 @@ static inline struct place pass(struct rf_ranges *ranges, struct place place)
 	if (!place.at.item || !is_alike(range - 1, range))
 		return next_place(ranges, place);
 	range[-1].end = range->end;
+	in_this_order();
 	return erase(ranges, place, range->end);
 }
 

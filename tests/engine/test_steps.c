@@ -159,6 +159,74 @@ static void children_always_have_shared_memory(void)
 	check_empty();
 }
 
+/* Every other page, each in a range of its own, in two leaves; and one range of three pages. */
+#define MOVED 33
+#define MOVED_PAGES (2 * MOVED + 3)
+
+static char *moved;
+
+static char *moved_page(size_t page)
+{
+	return moved + page * check_page;
+}
+
+/* As if each of them had been marked just now. */
+static bool child_has_all_moved_here(void)
+{
+	size_t page;
+	pid_t child;
+
+	if (!rf_lock_is_mine(&rf_engine.lock))
+		return false;
+	for (page = 0; page < MOVED_PAGES; page += page < 2 * MOVED ? 2 : 1)
+		CHECK(madvise(moved_page(page), check_page, MADV_DONTFORK) == 0);
+	child = fork();
+	CHECK(child >= 0);
+	if (!child) {
+		signal(SIGSEGV, SIG_DFL);
+		for (page = 0; page < MOVED_PAGES; page += page < 2 * MOVED ? 2 : 1)
+			(void)*(volatile char *)moved_page(page);
+		_exit(0);
+	}
+	made_children++;
+	CHECK(check_wait(child) == 0, "step %lu: the child has lost shared memory", steps);
+	return false;
+}
+
+/* Registers @page in single steps, and releases it again. */
+static void step_through_page(size_t page)
+{
+	steps_begin(child_has_all_moved_here);
+	made_rc = rf_register(moved_page(page), check_page, RF_HELD, RF_WIPE, &made, &error);
+	steps_end();
+	CHECK(made_rc == 1, "%d", made_rc);
+	steps_begin(child_has_all_moved_here);
+	made_rc = rf_release(made, 0);
+	steps_end();
+	CHECK(made_rc == 0, "%d", made_rc);
+}
+
+static void children_have_shared_memory_that_the_ranges_move(void)
+{
+	struct rf_handle handles[MOVED + 1];
+	size_t i;
+
+	moved = check_map_shared(MOVED_PAGES);
+	check_start(RF_MODE_EAGER);
+	steps_set_stride(1);
+	for (i = 0; i <= MOVED; i++)
+		handles[i] = check_register(moved_page(2 * i), (i < MOVED ? 1 : 3) * check_page,
+					    RF_HELD);
+	CHECK(rf_engine.tracker.ranges.leaf_count == 2);
+	/* The first leaf is full: it is split, and joined again. */
+	step_through_page(1);
+	/* A range is cut in three, and is one again. */
+	step_through_page(2 * MOVED + 1);
+	for (i = 0; i <= MOVED; i++)
+		check_release(handles[i]);
+	check_empty();
+}
+
 /*
  * Where partial pages are marked, a fork inside the engine has saved nothing of this moment:
  * the child may lack its own bytes then, but never has those of another.
@@ -590,6 +658,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_raw_child_goes_on_from_every_instruction),
 		SCENARIO(a_child_ends_at_every_instruction),
 		SCENARIO(children_always_have_shared_memory),
+		SCENARIO(children_have_shared_memory_that_the_ranges_move),
 		SCENARIO(a_child_never_reads_stale_bytes),
 		SCENARIO(waiting_changes_are_applied_once),
 		SCENARIO(a_release_takes_as_long_among_thousands),

@@ -48,6 +48,11 @@ def children(row: Row) -> str:
     return "safe under exec only" if broken else "the same"
 
 
+def transfers(run: Row) -> str:
+    """Did the device reach the parent after a child had run the library's destructors?"""
+    return "yes" if run["after_destructors"] == "arrived" else "no"
+
+
 def name(row: Row) -> str:
     return row["package"] if row["source"] == "PyPI" else row["program"]
 
@@ -87,14 +92,14 @@ def best(rows: list[Row]) -> Iterator[str]:
     if not measured:
         return
     newest = max(key(row)[2] for row in measured)
-    yield line("64 MiB registered by", "`fork()`, alone", "under exec", "other faults, alone",
-               "under exec")  # fmt: skip
+    yield line("64 MiB registered by", "`fork()`, alone", "under exec",
+               "transfers work after a child's `exit()`, alone", "under exec")  # fmt: skip
     yield line(*["---"] * 5)
     for row in measured:
         if key(row)[2] == newest and row["alone"]["kept"] < row["exec"]["kept"]:
             yield line(
                 f"{name(row)} {row['version']}", fork(row, "alone"), fork(row, "exec"),
-                *remarks(row),
+                *(transfers(row[where]) for where in ("alone", "exec")),
             )  # fmt: skip
     yield ""
     dates = sorted({row["date"] for row in measured if key(row)[2] == newest})

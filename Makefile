@@ -33,9 +33,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 help:	## print the targets (the default)
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 19
 
-demo: build	## see fork() take registered pages away, and not with rdmafork
+demo: build	## what fork() does to pinned memory here, without and with rdmafork
 	@$(BIN)/rdmafork demo
 
 build: $(BUILT)	## an editable install in .venv, rebuilt when a source has changed
@@ -102,7 +102,8 @@ PUBLISHED_LINK := $(shell sed -n 's/^LDFLAGS = "\(.*\)"/\1/p' pyproject.toml)
 FLAGS = CFLAGS='$(PUBLISHED) $(CFLAGS)' LDFLAGS='$(PUBLISHED_LINK) $(LDFLAGS)'
 INSTALL = $(FLAGS) $(BIN)/python -m pip install -q --disable-pip-version-check
 EDITABLE := -e '.[dev,test]'
-REBUILD = $(FLAGS) $(BIN)/python setup.py -q build_ext --inplace
+# `pip install .` builds in build/ too, with other flags: what it made is not taken for ours.
+REBUILD = $(FLAGS) $(BIN)/python setup.py -q build_ext --inplace -b build/inplace -t build/inplace
 
 # The first time, and when the metadata has changed, pip; else what has changed is rebuilt.
 $(BUILT): pyproject.toml setup.py $(SOURCES) $(HEADERS) $(MODULES) | $(BIN)/python

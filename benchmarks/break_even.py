@@ -1,4 +1,4 @@
-"""From how many pages on does marking pinned memory pay, against the kernel's copying?
+"""From how many pages on is marking pinned memory cheaper than the kernel's copying?
 
 python -m rdmafork.benchmarks.break_even [--quick] [--json FILE] [--plot DIR]
 

@@ -142,7 +142,7 @@ def count(rows: list[Row], skipped: Skips) -> None:
 
 
 def table(document: Document) -> Iterator[str]:
-    lines = [["", "start and end", "over nothing", "threads", "system calls", "that do more"]]
+    lines = [["", "start and end", "over nothing", "threads", "system calls", "notable ones"]]
     rows = document["rows"]
     printers = {
         name: _tables.printer(name, shown, (row.get(name) for row in rows))

@@ -123,8 +123,8 @@ static bool put_start(struct line *line, const struct rf_error *error)
 			  "RDMAV_FORK_SAFE=1");
 		return true;
 	case RF_CAUSE_MODE:
-		put(line, "%s already, and registrations depend on it; use the same mode "
-			  "everywhere, or name none",
+		put(line, "%s already, and a process has one mode; use the same mode everywhere, "
+			  "or name none",
 		    error->text);
 		return true;
 	case RF_CAUSE_ENVIRONMENT:

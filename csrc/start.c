@@ -84,7 +84,7 @@ static int other_mode(enum rf_mode wished, enum rf_mode running, struct rf_error
 {
 	error->cause = RF_CAUSE_MODE;
 	snprintf(error->text, sizeof(error->text),
-		 "fork_init(mode='%s'): the engine runs in mode '%s'", mode_name(wished),
+		 "fork_init(mode='%s'): rdmafork runs in mode '%s'", mode_name(wished),
 		 mode_name(running));
 	return -EINVAL;
 }

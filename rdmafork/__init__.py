@@ -18,7 +18,7 @@ Errors and warnings: OSError with the errno, the range and the likely cause; Inh
     child; UnprotectedWarning, SharedPageWarning, DeviceWarning.
 For other languages: get_include(), get_library().
 
-help(rdmafork.register), and so for each of these, has arguments, errors, threads and forks.
+help() of each of these, as help(rdmafork.register), explains arguments, errors, threads, forks.
 Everything may be called from any thread, and in a forked child.
 """
 

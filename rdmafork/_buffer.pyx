@@ -191,9 +191,8 @@ cdef class Buffer(Registration):
     of its own.
 
     ValueError: nbytes below 1; a page size the kernel does not have; on_fork of shared
-    memory. OverflowError:
-    more than an address space. OSError ENOMEM: not enough memory, or huge pages;
-    others as for register(). After any failure nothing is mapped or registered.
+    memory. OverflowError: more than an address space. OSError: ENOMEM, not enough memory or
+    huge pages; others as for register(). After any failure nothing is mapped or registered.
 
     Source: mmap(2), MAP_HUGETLB; madvise(2), MADV_HUGEPAGE; memfd_create(2).
     """

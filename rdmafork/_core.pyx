@@ -446,27 +446,24 @@ def _load_all():
 def fork_init(mode="auto", *, intercept=False):
     """Start protecting registered memory, before the first registration.
 
-    mode: "lazy", a fork handler marks the pages just before a fork(), so that the
-    child does not inherit them; a registration costs no system call; "eager",
-    pages are marked at every registration; "auto", $RDMAFORK_MODE if set, else lazy
-    where the kernel's own copying of pinned pages can be trusted as a safety net
-    (Linux 5.19 and later; see kernel_info()), else eager. No RDMA is needed.
+    mode: when pages are marked, so that a child does not inherit them. "lazy": as a fork()
+    begins; a registration makes no system call. "eager": at each registration. "auto":
+    $RDMAFORK_MODE if set; else lazy where the kernel's copying of pinned pages can be
+    trusted (Linux 5.19 and later; see kernel_info()), and eager elsewhere.
 
-    intercept: take over the calls that every libibverbs in this process, loaded now
-    or later, makes to its own fork support: memory that other libraries register
-    (pyverbs, UCX, NCCL) is protected too, and counted in stats(). rdmafork does not
-    protect what they registered before. A libibverbs that is loaded later is noticed
-    at the next fork() or stats(), so load it first, or use "rdmafork exec".
+    intercept: protect what other libraries (pyverbs, UCX, NCCL) register through libibverbs,
+    too. rdmafork then takes over the calls that each libibverbs in this process makes to its
+    own fork support. What was registered before is not protected. A libibverbs that is loaded
+    later is noticed at the next fork() or stats(), so load it first, or use "rdmafork exec".
 
     A second call with the same mode, or with "auto", does nothing. A forked child
     inherits the mode, and may choose another before it registers anything.
 
-    ValueError: no such mode. OSError: EINVAL something was registered before, even
-    if it is closed by now, or another mode is in force; ENOTSUP lazy where the
-    kernel's copying cannot be trusted; ENOTSUP with intercept: the calls of a
-    libibverbs cannot be taken over, so its own fork support stays in force; rdmafork
-    starts all the same and intercepts the others; EEXIST a second copy of rdmafork runs in
-    this process; ENOMEM.
+    ValueError: no such mode. OSError: EINVAL, something was registered before, even if it is
+    closed by now, or rdmafork runs in another mode. ENOTSUP, lazy where the kernel's copying
+    cannot be trusted. ENOTSUP with intercept, the calls of a libibverbs cannot be taken over;
+    its own fork support stays in force, and rdmafork runs and intercepts the others. EEXIST, a
+    second copy of rdmafork runs in this process. ENOMEM.
 
     Source: ibv_fork_init(3).
     """
@@ -508,6 +505,8 @@ def explain_faults(worker_id=None):
 
 def is_fork_initialized():
     """What protects registered memory from fork(), as a ForkStatus.
+
+    ENABLED: rdmafork. UNNEEDED: the kernel copies pinned pages, which is slow. DISABLED: nothing.
 
     Source: ibv_is_fork_initialized(3).
     """

@@ -24,7 +24,7 @@ def describe(cls: type[Any]) -> None:
 
 
 class ForkStatus(IntEnum):
-    """What protects registered memory from fork(); see is_fork_initialized()."""
+    """What protects registered memory from fork(); is_fork_initialized() explains the values."""
 
     __module__ = "rdmafork"
 
@@ -37,8 +37,8 @@ class ProtectedRange(NamedTuple):
     """Pages that registrations touch, half open; see protected_ranges().
 
     start: address of the first byte
-    end: address behind the last one
-    registrations: how many touch them
+    end: address behind the last byte
+    registrations: how many touch these pages
     on_fork: "omit", "wipe" or "keep": the first of these that a registration wants
     protected_by: "advice": marked (``dc`` or ``wf`` in VmFlags of /proc/self/smaps), so a child
         finds nothing there, zeros, or a copy where no single registration fills the page.
@@ -88,13 +88,13 @@ class Stats(NamedTuple):
     marked_ranges: runs of pages that are marked in the kernel
     marked_bytes: bytes in those ranges
     vmas: mappings that the marks add, at most
-    vma_budget: no mark goes beyond it: half of vm.max_map_count, a third where the kernel's
-        copying is not trusted
+    vma_budget: how many mappings marks may add: half of vm.max_map_count, a third where the
+        kernel's copying is not trusted
     unmarked_ranges: ranges that could be marked, but are copied by the kernel
     unmarked_bytes: bytes in those ranges
     still_marked_bytes: released, but the kernel has not unmarked them: children do not inherit them
-    madvise_calls: system calls made, since the process began
-    query_calls: questions asked of /proc
+    madvise_calls: madvise() and process_madvise() calls that rdmafork made, since fork_init()
+    query_calls: questions that rdmafork asked /proc
     forks: forks through libc, since fork_init()
     forks_unmarked: forks during a call of rdmafork, not counted above: nothing new was marked
     engine_bytes: memory the engine's own tables take
@@ -103,7 +103,7 @@ class Stats(NamedTuple):
     ibv_unbalanced: of these, releases of ranges that were not registered
     gone_bytes: marked, and unmapped or moved by mremap() before their release. mremap() keeps
         the mark, also in realloc() of a large block: children do not inherit it at its new place
-    ibv_libraries: since fork_init(intercept=True)
+    ibv_libraries: each libibverbs in this process, since fork_init(intercept=True)
     """
 
     mode: str | None
@@ -135,7 +135,7 @@ class KernelInfo(NamedTuple):
     release: as uname -r prints it
     copy_on_fork: pinned pages are copied for the child
     copy_on_fork_from: how that is known: "netlink" or "version"
-    copy_on_fork_trusted: and no race loses them (5.19 and later, some before)
+    copy_on_fork_trusted: it never loses a pinned page (5.19 and later, some older kernels)
     copy_on_fork_trusted_from: how that is known: "version", "netlink", "probe" (from what the
         kernel does with a page) or "environment" (RDMAFORK_TRUST_COPYING=0)
     page_size: bytes of a base page

@@ -264,8 +264,8 @@ cdef class Context(Parent):
     def close(self):
         """Close the objects made from it, then the device. A second call does nothing.
 
-        OSError: EBUSY as for ProtectionDomain.close(); EDEADLK called by a finalizer of
-        what this thread's closing of a domain of it lets go of. It stays open.
+        OSError: EBUSY as for ProtectionDomain.close(); EDEADLK, called by a finalizer while
+        this thread closes a domain of it. It stays open.
         """
         if not clear_flag(&self.open) or self.inherited:
             return

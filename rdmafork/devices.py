@@ -269,8 +269,8 @@ class Port(_Record):
 
     @property
     def active_mtu(self) -> int | None:
-        """Bytes; None where this process cannot open the device, which is how it is asked, and of
-        ports above 255, of which libibverbs cannot."""
+        """Bytes. The device is opened to read it. None if this process cannot open it, and for
+        ports above 255."""
         return self._mtus()[0]
 
     @property

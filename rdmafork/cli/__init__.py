@@ -19,13 +19,13 @@ from rdmafork.cli import terminal
 # Each is a module here with DESCRIPTION, EPILOG, add_arguments(parser) and run(args) -> exit
 # status, imported when it is the one that is wanted. USAGE_STATUS: after wrong arguments.
 COMMANDS = {
-    "bench": "measure what registering and fork() cost, compared with libibverbs",
-    "config": "print the flags that compile and link a C program with rdmafork",
     "demo": "show what fork() does to pinned memory, without and with rdmafork",
-    "devices": "list the RDMA devices, and why one cannot be used",
     "doctor": "check what RDMA and fork() need, on this machine or on a cluster",
+    "devices": "list the RDMA devices, and why one cannot be used",
     "exec": "run a program, unchanged, with fork() made safe and cheap",
     "report": "merge the reports of `rdmafork exec --report` into one table",
+    "bench": "measure what registering and fork() cost, compared with libibverbs",
+    "config": "print the flags that compile and link a C program with rdmafork",
 }
 
 DESCRIPTION = """\
@@ -39,7 +39,7 @@ In a program:
     import rdmafork
     rdmafork.fork_init()              # once, before anything is registered
     with rdmafork.register(buffer):   # makes no system call
-        multiprocessing.Pool(8)       # any fork(): the device keeps the buffer
+        multiprocessing.Pool(8)       # children do not inherit the buffer
 """
 
 EPILOG = """\

@@ -57,9 +57,9 @@ def _fork(report: Report) -> Iterator[str]:
     yield f"fork() with {size(used['used'])} of private memory registered{pinned}"
     if used["why"]:
         yield from _wrap(f"Not {size(used['asked'])}: {used['why']}.", "  ")
-    yield f"  {'':23}{'fork()':>10}{'without the memory':>20}{'ratio':>8}{'copied for child':>17}"
+    yield f"  {'':23}{'fork()':>10}{'baseline':>20}{'ratio':>8}{'copied for child':>17}"
     rows = {
-        "without the memory": fork["baseline"],
+        "baseline: no memory": fork["baseline"],
         "without rdmafork": fork["plain"],
         "with rdmafork, lazy": fork["lazy"],
         "with rdmafork, eager": fork["eager"],

@@ -56,18 +56,19 @@ examples:
 Every process that ends by exit(), or by returning from main(), writes a report,
 forked children too. A process that ends by a signal or by _exit(), as dash and
 the workers of Python's multiprocessing do, writes none.
-Under a launcher, put rdmafork exec before the program, as above. Before the
-launcher it would not know the ranks, and all would write into one file.
+Under a launcher, put rdmafork exec between the launcher and the program, as
+above. Before the launcher it does not know the ranks, and all processes write
+into one file.
 
-Memory that is pinned without calls of a libibverbs.so is not protected: for
-example by a libibverbs that is linked statically, or by io_uring. The report
-says how much that is at least.
+Memory that is pinned without libibverbs.so is not protected, for example by a
+libibverbs that is linked statically, or by io_uring. The report says at least
+how much that is.
 
 It refuses programs into which no library can be preloaded: static, set-uid and
 set-gid programs, those with file capabilities, and those for another processor
-or C library. It follows #! lines and env. If another program starts them, they
-run without rdmafork. A program built with AddressSanitizer needs its runtime in
-LD_PRELOAD, where it stays first.
+or C library. It looks through #! lines and env. If another program starts one
+of them, that runs without rdmafork. A program built with AddressSanitizer needs
+its runtime in LD_PRELOAD, where it stays first.
 
 Exit status: the program's own; 125 wrong usage, or an option that cannot be
 followed; 126 the program cannot be run like this; 127 there is no such program.

@@ -27,15 +27,15 @@ columns:
   regs       registrations made
   forks      calls of fork() through libc
   handlers   the longest time that rdmafork's fork handlers took in one fork()
-  marked     bytes that children did not inherit, and that were not copied
-  unmarked   bytes that the kernel has to copy, registered or pinned without
-             a call of libibverbs: slow, and safe only if its copying can be
-             trusted, see `rdmafork doctor`
+  marked     bytes that children did not inherit, of all forks together
+  unmarked   registered bytes that could not be marked, and bytes pinned
+             without libibverbs. The kernel copies them: slow, and safe only if
+             its copying can be trusted, see `rdmafork doctor`
 
 A process that ended by a signal or by _exit(), as dash and the workers of
-Python's multiprocessing do, wrote no report, nor did a program that another
-one replaced by exec(). Notes below the table say how many are missing, as far
-as the others' reports tell. That is not an error.
+Python's multiprocessing do, wrote no report, nor did a program that called
+exec(). Notes below the table say how many are missing, as far as the others'
+reports tell. That is not an error.
 
 Exit status: 0 no errors; 1 a process met an error, the fork support of a
 library could not be intercepted, or a line could not be read; 2 no reports.

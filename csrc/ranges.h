@@ -10,7 +10,7 @@
  *
  *	directory  [first, leaf] [first, leaf] ...       binary search
  *	                |              |
- *	leaf       [range range ...]  [range ...]        binary search, memmove
+ *	leaf       [range range ...]  [range ...]        binary search
  *
  * Two levels suffice: a million ranges are some 32 000 leaves, and a leaf is
  * split or joined once in dozens of changes.

@@ -73,32 +73,27 @@ static int injected(void)
 #define RETURN_IF_INJECTED() ((void)0)
 #endif
 
-/* Call the kernel; errno is read here and nowhere else, and put back. */
-#define KERNEL(result, call)                 \
-	do {                                 \
-		int saved_ = errno;          \
-		(result) = (call);           \
-		if ((result) == -1)          \
-			(result) = -errno;   \
-		errno = saved_;              \
-	} while (0)
+/*
+ * Call the kernel; errno is read here and nowhere else, and put back. Calls that libc makes points
+ * of cancellation are made through syscall(), which is none.
+ */
+#define KERNEL(call)                               \
+	({                                         \
+		const int saved_ = errno;          \
+		__typeof__(call) result_ = (call); \
+		if (result_ == -1)                 \
+			result_ = -errno;          \
+		errno = saved_;                    \
+		result_;                           \
+	})
 
-/* The same for calls that libc makes points of cancellation. */
-#define KERNEL_UNCANCELLED(result, call)                                 \
-	do {                                                             \
-		int state_;                                              \
-		pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &state_); \
-		KERNEL(result, call);                                    \
-		pthread_setcancelstate(state_, NULL);                    \
-	} while (0)
+/* sizeof(sigset_t) of the kernel, which reads that much. */
+#define KERNEL_SIGSET 8
 
 int rf_sys_madvise(uintptr_t start, size_t nbytes, int advice)
 {
-	int rc;
-
 	RETURN_IF_INJECTED();
-	KERNEL(rc, madvise((void *)start, nbytes, advice));
-	return rc;
+	return KERNEL(madvise((void *)start, nbytes, advice));
 }
 
 /* linux/pidfd.h, Linux 6.14; older kernels take it for a bad descriptor. */
@@ -106,11 +101,8 @@ int rf_sys_madvise(uintptr_t start, size_t nbytes, int advice)
 
 ssize_t rf_sys_madvise_many(const struct iovec *ranges, unsigned int count, int advice)
 {
-	ssize_t rc;
-
 	RETURN_IF_INJECTED();
-	KERNEL(rc, syscall(SYS_process_madvise, PIDFD_SELF, ranges, count, advice, 0));
-	return rc;
+	return KERNEL(syscall(SYS_process_madvise, PIDFD_SELF, ranges, count, advice, 0));
 }
 
 /* @rc is the result of mmap(): an address, or a negated errno. */
@@ -127,8 +119,8 @@ static int map(uintptr_t start, size_t nbytes, int protection, int flags, void *
 	intptr_t rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, (intptr_t)mmap((void *)start, nbytes, protection,
-				  MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0));
+	rc = KERNEL((intptr_t)mmap((void *)start, nbytes, protection,
+				   MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0));
 	return mapped_at(rc, out);
 }
 
@@ -156,7 +148,7 @@ int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out)
 	intptr_t rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, (intptr_t)mremap(old, old_nbytes, nbytes, MREMAP_MAYMOVE));
+	rc = KERNEL((intptr_t)mremap(old, old_nbytes, nbytes, MREMAP_MAYMOVE));
 	return mapped_at(rc, out);
 }
 
@@ -167,13 +159,13 @@ int rf_sys_is_shared(uintptr_t address, size_t nbytes)
 	int mapped;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, (intptr_t)mremap((void *)address, 0, nbytes, MREMAP_MAYMOVE));
+	rc = KERNEL((intptr_t)mremap((void *)address, 0, nbytes, MREMAP_MAYMOVE));
 	mapped = mapped_at(rc, &again);
 	if (mapped < 0)
 		return mapped == -EINVAL ? 0 : mapped;
 	/* A whole huge page was mapped, if it is one. */
 	do {
-		KERNEL(rc, munmap(again, nbytes));
+		rc = KERNEL(munmap(again, nbytes));
 		nbytes *= 2;
 	} while (rc == -EINVAL && nbytes <= (size_t)1 << 34);
 	return 1;
@@ -187,7 +179,7 @@ int rf_sys_is_in_huge_page(uintptr_t address, size_t nbytes)
 
 	RETURN_IF_INJECTED();
 	/* To the same place and size: nothing changes. It must not begin inside a huge page. */
-	KERNEL(rc, (intptr_t)mremap((void *)address, nbytes, nbytes, 0));
+	rc = KERNEL((intptr_t)mremap((void *)address, nbytes, nbytes, 0));
 	mapped = mapped_at(rc, &same);
 	if (mapped == -EINVAL)
 		return 1;
@@ -196,20 +188,14 @@ int rf_sys_is_in_huge_page(uintptr_t address, size_t nbytes)
 
 int rf_sys_protect(uintptr_t start, size_t nbytes, int protection)
 {
-	int rc;
-
 	RETURN_IF_INJECTED();
-	KERNEL(rc, mprotect((void *)start, nbytes, protection));
-	return rc;
+	return KERNEL(mprotect((void *)start, nbytes, protection));
 }
 
 int rf_sys_unmap(void *start, size_t nbytes)
 {
-	int rc;
-
 	RETURN_IF_INJECTED();
-	KERNEL(rc, munmap(start, nbytes));
-	return rc;
+	return KERNEL(munmap(start, nbytes));
 }
 
 int rf_sys_is_mapped(uintptr_t start, size_t nbytes)
@@ -218,7 +204,7 @@ int rf_sys_is_mapped(uintptr_t start, size_t nbytes)
 
 	RETURN_IF_INJECTED();
 	/* MS_ASYNC writes nothing. Not mincore(), which needs a byte for each page. */
-	KERNEL_UNCANCELLED(rc, msync((void *)start, nbytes, MS_ASYNC));
+	rc = KERNEL((int)syscall(SYS_msync, start, nbytes, MS_ASYNC));
 	return rc < 0 ? rc : 1;
 }
 
@@ -236,7 +222,7 @@ int rf_sys_open(const char *path, int access)
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL_UNCANCELLED(rc, open(path, flags[access] | O_CLOEXEC, 0666));
+	rc = KERNEL((int)syscall(SYS_openat, AT_FDCWD, path, flags[access] | O_CLOEXEC, 0666));
 	/* O_NONBLOCK was for open(), which waits for the reader of a named pipe. */
 	if (rc >= 0 && flags[access] & O_NONBLOCK)
 		(void)!fcntl(rc, F_SETFL, O_APPEND);
@@ -245,21 +231,15 @@ int rf_sys_open(const char *path, int access)
 
 int rf_sys_pipe(int fds[2])
 {
-	int rc;
-
 	RETURN_IF_INJECTED();
-	KERNEL(rc, pipe2(fds, O_CLOEXEC | O_NONBLOCK));
-	return rc;
+	return KERNEL(pipe2(fds, O_CLOEXEC | O_NONBLOCK));
 }
 
 int rf_sys_splice_page(int fd, const void *memory, size_t nbytes)
 {
 	const struct iovec bytes = { (void *)memory, nbytes };
-	int rc;
-
 	RETURN_IF_INJECTED();
-	KERNEL(rc, (int)syscall(SYS_vmsplice, fd, &bytes, 1, 0));
-	return rc;
+	return KERNEL((int)syscall(SYS_vmsplice, fd, &bytes, 1, 0));
 }
 
 ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes)
@@ -268,7 +248,7 @@ ssize_t rf_sys_read(int fd, void *buffer, size_t nbytes)
 
 	RETURN_IF_INJECTED();
 	do {
-		KERNEL_UNCANCELLED(rc, read(fd, buffer, nbytes));
+		rc = KERNEL(syscall(SYS_read, fd, buffer, nbytes));
 	} while (rc == -EINTR);
 	return rc;
 }
@@ -285,7 +265,7 @@ ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes)
 {
 	const struct timespec now = { .tv_sec = 0 };
 	sigset_t raised, before, pending;
-	int saved = errno, taken;
+	int saved = errno;
 	ssize_t rc;
 
 	RETURN_IF_INJECTED();
@@ -295,14 +275,13 @@ ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes)
 	pthread_sigmask(SIG_BLOCK, &raised, &before);
 	sigpending(&pending);
 	do {
-		KERNEL_UNCANCELLED(rc, write(fd, buffer, nbytes));
+		rc = KERNEL(syscall(SYS_write, fd, buffer, nbytes));
 	} while (rc == -EINTR);
 	/* The pending signal is ours, unless one of its kind was pending before. */
 	if (signal_of(rc) && !sigismember(&pending, signal_of(rc))) {
 		sigemptyset(&raised);
 		sigaddset(&raised, signal_of(rc));
-		KERNEL_UNCANCELLED(taken, sigtimedwait(&raised, NULL, &now));
-		(void)taken;
+		(void)KERNEL(syscall(SYS_rt_sigtimedwait, &raised, NULL, &now, KERNEL_SIGSET));
 	}
 	pthread_sigmask(SIG_SETMASK, &before, NULL);
 	errno = saved;
@@ -311,22 +290,20 @@ ssize_t rf_sys_write(int fd, const void *buffer, size_t nbytes)
 
 int rf_sys_is_writable(int fd)
 {
+	const struct timespec now = { .tv_sec = 0 };
 	struct pollfd asked = { .fd = fd, .events = POLLOUT };
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL_UNCANCELLED(rc, poll(&asked, 1, 0));
+	rc = KERNEL((int)syscall(SYS_ppoll, &asked, 1, &now, NULL, KERNEL_SIGSET));
 	return rc < 0 ? rc : !!(asked.revents & POLLOUT);
 }
 
 static ssize_t read_memory(const struct iovec *to, const struct iovec *from, unsigned int count)
 {
-	ssize_t rc;
-
 	RETURN_IF_INJECTED();
 	/* The process's pid has no memory once the main thread has ended. */
-	KERNEL(rc, process_vm_readv((pid_t)syscall(SYS_gettid), to, 1, from, count, 0));
-	return rc;
+	return KERNEL(process_vm_readv((pid_t)syscall(SYS_gettid), to, 1, from, count, 0));
 }
 
 /* The lower half says how many are open, the upper half how many ever were. */
@@ -360,11 +337,8 @@ bool rf_sys_inherits_transients(uint64_t before)
 
 static ssize_t read_at(int fd, void *to, size_t nbytes, uintptr_t from)
 {
-	ssize_t rc;
-
 	RETURN_IF_INJECTED();
-	KERNEL_UNCANCELLED(rc, pread(fd, to, nbytes, (off_t)from));
-	return rc;
+	return KERNEL(syscall(SYS_pread64, fd, to, nbytes, from));
 }
 
 ssize_t rf_sys_copy_inaccessible(const struct iovec *to, const struct iovec *from,
@@ -401,27 +375,21 @@ ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned i
 	return rc;
 }
 
-/* sizeof(sigset_t) of the kernel, which reads that much. */
-#define KERNEL_SIGSET 8
-
 int rf_sys_is_readable(uintptr_t address)
 {
 	int rc;
 
 	RETURN_IF_INJECTED();
 	/* No such way to change the mask: that is said once the set has been read. */
-	KERNEL(rc, (int)syscall(SYS_rt_sigprocmask, -1, address & ~(uintptr_t)(KERNEL_SIGSET - 1),
+	rc = KERNEL((int)syscall(SYS_rt_sigprocmask, -1, address & ~(uintptr_t)(KERNEL_SIGSET - 1),
 				NULL, KERNEL_SIGSET));
 	return rc == -EINVAL;
 }
 
 ssize_t rf_sys_list(int fd, void *entries, size_t nbytes)
 {
-	ssize_t rc;
-
 	RETURN_IF_INJECTED();
-	KERNEL(rc, syscall(SYS_getdents64, fd, entries, nbytes));
-	return rc;
+	return KERNEL(syscall(SYS_getdents64, fd, entries, nbytes));
 }
 
 int rf_sys_read_link(const char *path, char *target, size_t nbytes)
@@ -429,7 +397,7 @@ int rf_sys_read_link(const char *path, char *target, size_t nbytes)
 	ssize_t rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, readlink(path, target, nbytes - 1));
+	rc = KERNEL(readlink(path, target, nbytes - 1));
 	if (rc < 0)
 		return (int)rc;
 	target[rc] = '\0';
@@ -439,10 +407,7 @@ int rf_sys_read_link(const char *path, char *target, size_t nbytes)
 /* Tests do not fail it, as Linux closes the descriptor whatever it returns. */
 int rf_sys_close(int fd)
 {
-	int rc;
-
-	KERNEL_UNCANCELLED(rc, close(fd));
-	return rc;
+	return KERNEL((int)syscall(SYS_close, fd));
 }
 
 int rf_sys_identify(int fd, struct rf_file *file)
@@ -451,7 +416,7 @@ int rf_sys_identify(int fd, struct rf_file *file)
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, fstat(fd, &status));
+	rc = KERNEL(fstat(fd, &status));
 	if (rc < 0)
 		return rc;
 	file->device = status.st_dev;
@@ -489,11 +454,11 @@ int rf_sys_is_uverbs(int fd)
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, fstat(fd, &status));
+	rc = KERNEL(fstat(fd, &status));
 	if (rc < 0 || !S_ISCHR(status.st_mode))
 		return rc;
 	/* Its major number may be any. Of a terminal, say, this is -ENOTTY. */
-	KERNEL(rc, ioctl(fd, RDMA_VERBS_IOCTL, &no_command));
+	rc = KERNEL(ioctl(fd, RDMA_VERBS_IOCTL, &no_command));
 	return rc == -EPROTONOSUPPORT;
 }
 
@@ -502,7 +467,7 @@ int rf_sys_descriptor_limit(void)
 	struct rlimit limit = { .rlim_cur = 0 };
 	int rc;
 
-	KERNEL(rc, getrlimit(RLIMIT_NOFILE, &limit));
+	rc = KERNEL(getrlimit(RLIMIT_NOFILE, &limit));
 	/* The limit may have been lowered after descriptors were opened. */
 	if (rc < 0 || limit.rlim_cur < 1024)
 		return 1024;
@@ -514,7 +479,7 @@ int rf_sys_is_signed(int fd)
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, fcntl(fd, F_GETFL));
+	rc = KERNEL(fcntl(fd, F_GETFL));
 	return rc < 0 ? rc : (rc & (O_ACCMODE | SIGNATURE)) == (O_RDONLY | SIGNATURE);
 }
 
@@ -524,7 +489,7 @@ int rf_sys_duplicate(int fd, int onto)
 
 	RETURN_IF_INJECTED();
 	do {
-		KERNEL(rc, dup3(fd, onto, O_CLOEXEC));
+		rc = KERNEL(dup3(fd, onto, O_CLOEXEC));
 	} while (rc == -EINTR || rc == -EBUSY);
 	return rc;
 }
@@ -565,7 +530,7 @@ int rf_sys_procmap_query(int fd, uintptr_t address, struct rf_vma *vma)
 	int rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(rc, ioctl(fd, PROCMAP_QUERY, &query));
+	rc = KERNEL(ioctl(fd, PROCMAP_QUERY, &query));
 	if (rc < 0)
 		return rc;
 	vma->start = query.vma_start;
@@ -581,11 +546,8 @@ int rf_sys_procmap_query(int fd, uintptr_t address, struct rf_vma *vma)
 
 void rf_sys_uname(struct utsname *name)
 {
-	int rc;
-
 	memset(name, 0, sizeof(*name));
-	KERNEL(rc, uname(name));
-	(void)rc;
+	(void)KERNEL(uname(name));
 }
 
 size_t rf_sys_page_size(void)
@@ -596,9 +558,7 @@ size_t rf_sys_page_size(void)
 /* Its exit signal is 0: no SIGCHLD handler runs, and wait() without __WCLONE does not find it. */
 static pid_t clone_and_exit(void)
 {
-	pid_t pid;
-
-	KERNEL(pid, (pid_t)syscall(SYS_clone, 0L, 0L, 0L, 0L, 0L));
+	pid_t pid = KERNEL((pid_t)syscall(SYS_clone, 0L, 0L, 0L, 0L, 0L));
 	if (!pid)
 		_exit(0);
 	return pid;
@@ -618,7 +578,7 @@ int rf_sys_fork_briefly(void)
 	rc = pid < 0 ? pid : 0;
 	if (pid > 0) {
 		do {
-			KERNEL(rc, (int)syscall(SYS_wait4, pid, NULL, __WCLONE, NULL));
+			rc = KERNEL((int)syscall(SYS_wait4, pid, NULL, __WCLONE, NULL));
 		} while (rc == -EINTR);
 	}
 	pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -639,7 +599,7 @@ int rf_sys_block_signals(uint64_t *blocked)
 	for (signo = 32; signo < SIGRTMIN; signo++)
 		wanted &= ~BIT(signo);
 	/* The kernel's mask: libc's functions leave libc's own signals out of theirs. */
-	KERNEL(rc, (int)syscall(SYS_rt_sigprocmask, SIG_BLOCK, &wanted, &before, sizeof(wanted)));
+	rc = KERNEL((int)syscall(SYS_rt_sigprocmask, SIG_BLOCK, &wanted, &before, sizeof(wanted)));
 	*blocked = wanted & ~before;
 	return rc;
 }
@@ -647,29 +607,21 @@ int rf_sys_block_signals(uint64_t *blocked)
 /* Tests do not fail it, as Linux does not. */
 int rf_sys_unblock_signals(uint64_t blocked)
 {
-	int rc;
-
-	KERNEL(rc,
-	       (int)syscall(SYS_rt_sigprocmask, SIG_UNBLOCK, &blocked, NULL, sizeof(blocked)));
-	return rc;
+	return KERNEL((int)syscall(SYS_rt_sigprocmask, SIG_UNBLOCK, &blocked, NULL,
+				   sizeof(blocked)));
 }
 
 int rf_sys_action(int signo, const struct sigaction *action, struct sigaction *before)
 {
-	int rc;
-
 	RETURN_IF_INJECTED();
-	KERNEL(rc, sigaction(signo, action, before));
-	return rc;
+	return KERNEL(sigaction(signo, action, before));
 }
 
 int rf_sys_send_again(int signo, const siginfo_t *info)
 {
-	int rc;
-
 	RETURN_IF_INJECTED();
-	KERNEL(rc, (int)syscall(SYS_rt_tgsigqueueinfo, getpid(), syscall(SYS_gettid), signo, info));
-	return rc;
+	return KERNEL((int)syscall(SYS_rt_tgsigqueueinfo, getpid(), syscall(SYS_gettid), signo,
+				   info));
 }
 
 pid_t rf_sys_pid(void)
@@ -685,10 +637,8 @@ pid_t rf_sys_ppid(void)
 uint64_t rf_sys_now(void)
 {
 	struct timespec now = { .tv_sec = 0 };
-	int rc;
 
-	KERNEL(rc, clock_gettime(CLOCK_MONOTONIC, &now));
-	(void)rc;
+	(void)KERNEL(clock_gettime(CLOCK_MONOTONIC, &now));
 	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
@@ -696,28 +646,21 @@ uint64_t rf_sys_now(void)
 int rf_sys_futex_wait(const uint32_t *word, uint32_t expected, long ns)
 {
 	const struct timespec patience = { .tv_nsec = ns };
-	int rc;
 
-	KERNEL(rc, (int)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, &patience, NULL, 0));
-	return rc;
+	return KERNEL((int)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, &patience, NULL,
+				   0));
 }
 
 int rf_sys_futex_wake(const uint32_t *word)
 {
-	int rc;
-
-	KERNEL(rc, (int)syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0));
-	return rc;
+	return KERNEL((int)syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0));
 }
 
 void rf_sys_sleep(long ns)
 {
 	const struct timespec time = { .tv_nsec = ns };
-	int rc;
 
-	/* Libc's nanosleep() is a point of cancellation. */
-	KERNEL(rc, (int)syscall(SYS_clock_nanosleep, CLOCK_MONOTONIC, 0, &time, NULL));
-	(void)rc;
+	(void)KERNEL(syscall(SYS_clock_nanosleep, CLOCK_MONOTONIC, 0, &time, NULL));
 }
 
 /* rdma/rdma_netlink.h: old headers lack the attribute. */
@@ -767,13 +710,13 @@ static int ask_rdma(int fd)
 	unsigned char answer[4096];
 	ssize_t rc;
 
-	KERNEL(rc, setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)));
+	rc = KERNEL(setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)));
 	if (rc < 0)
 		return (int)rc;
-	KERNEL_UNCANCELLED(rc, send(fd, &request, NLMSG_HDRLEN, 0));
+	rc = KERNEL(syscall(SYS_sendto, fd, &request, NLMSG_HDRLEN, 0, NULL, 0));
 	if (rc < 0)
 		return (int)rc;
-	KERNEL_UNCANCELLED(rc, recv(fd, answer, sizeof(answer), 0));
+	rc = KERNEL(syscall(SYS_recvfrom, fd, answer, sizeof(answer), 0, NULL, NULL));
 	if (rc < 0)
 		return (int)rc;
 	return copy_on_fork_of(answer, (size_t)rc);
@@ -784,7 +727,7 @@ int rf_sys_rdma_copy_on_fork(void)
 	int fd, rc;
 
 	RETURN_IF_INJECTED();
-	KERNEL(fd, socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_RDMA_PROTOCOL));
+	fd = KERNEL(socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_RDMA_PROTOCOL));
 	if (fd < 0)
 		return fd;
 	rc = ask_rdma(fd);

@@ -13,7 +13,7 @@ FIXED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 # A program's own: what fuzz_proc has to say in place of the kernel.
 fuzz_proc_LDFLAGS := $(addprefix -Wl$(,)--wrap=,rf_sys_open rf_sys_read rf_sys_close rf_sys_map_over \
-	socket setsockopt send recv)
+	socket setsockopt syscall)
 # To answer as a device does.
 test_descriptors_LDFLAGS := -Wl,--wrap=ioctl
 # As the library is linked: to look a symbol up takes kilobytes of stack.

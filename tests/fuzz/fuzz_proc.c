@@ -15,6 +15,7 @@
 #include <linux/netlink.h>
 #include <stdarg.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <errno.h>
 #include <sys/sysmacros.h>
 
@@ -37,8 +38,8 @@ int __wrap_rf_sys_close(int fd);
 int __wrap_rf_sys_map_over(uintptr_t start, size_t nbytes);
 int __wrap_socket(int domain, int type, int protocol);
 int __wrap_setsockopt(int fd, int level, int name, const void *value, socklen_t nbytes);
-ssize_t __wrap_send(int fd, const void *bytes, size_t nbytes, int flags);
-ssize_t __wrap_recv(int fd, void *bytes, size_t nbytes, int flags);
+long __wrap_syscall(long number, ...);
+long __real_syscall(long number, ...);
 ssize_t __real_rf_sys_read(int fd, void *buffer, size_t nbytes);
 int __real_rf_sys_open(const char *path, int access);
 int __real_rf_sys_close(int fd);
@@ -110,19 +111,26 @@ int __wrap_setsockopt(int fd, int level, int name, const void *value, socklen_t 
 	return refuse("setsockopt");
 }
 
-ssize_t __wrap_send(int fd, const void *bytes, size_t nbytes, int flags)
+/* sendto() and recvfrom(), and all other calls as they are. */
+long __wrap_syscall(long number, ...)
 {
-	(void)fd, (void)bytes;
-	CHECK(!flags);
-	return refuse("send") ? -1 : (ssize_t)nbytes;
-}
+	long arguments[6];
+	va_list values;
+	size_t i;
 
-ssize_t __wrap_recv(int fd, void *bytes, size_t nbytes, int flags)
-{
-	(void)fd, (void)flags;
-	nbytes = nbytes < message.used ? nbytes : message.used;
-	memcpy(bytes, message.bytes, nbytes);
-	return refuse("recv") ? -1 : (ssize_t)nbytes;
+	va_start(values, number);
+	for (i = 0; i < COUNT_OF(arguments); i++)
+		arguments[i] = va_arg(values, long);
+	va_end(values);
+	if (number == SYS_sendto)
+		return refuse("sendto") ? -1 : arguments[2];
+	if (number != SYS_recvfrom)
+		return __real_syscall(number, arguments[0], arguments[1], arguments[2],
+				      arguments[3], arguments[4], arguments[5]);
+	if ((size_t)arguments[2] > message.used)
+		arguments[2] = (long)message.used;
+	memcpy((void *)arguments[1], message.bytes, (size_t)arguments[2]);
+	return refuse("recvfrom") ? -1 : arguments[2];
 }
 
 /* ---- Any bytes ---- */
@@ -324,7 +332,7 @@ static void mappings_are_found(void)
 
 static void answers_are_understood(void)
 {
-	static const char *const calls[] = { "setsockopt", "send", "recv" };
+	static const char *const calls[] = { "setsockopt", "sendto", "recvfrom" };
 	struct nlmsghdr header = { .nlmsg_type = (5 << 10) | 6 };
 	struct nlattr attribute;
 	int expected = 0;

@@ -73,12 +73,3 @@ int rf_one_engine_claim(uintptr_t engine, uintptr_t *other)
 		return 0;
 	return *other == engine ? 0 : -EEXIST;
 }
-
-void rf_one_engine_give_up(uintptr_t engine)
-{
-	struct meeting *meeting = meet();
-
-	if (meeting)
-		__atomic_compare_exchange_n(&meeting->engine, &engine, 0, false, __ATOMIC_SEQ_CST,
-					    __ATOMIC_SEQ_CST);
-}

@@ -18,10 +18,8 @@
 
 /*
  * Become the one engine that runs, named by any address within it. 0, also if it is that
- * already; -EEXIST: *@other does.
+ * already; -EEXIST: *@other does. Only for an engine that then runs: the name stays.
  */
 int rf_one_engine_claim(uintptr_t engine, uintptr_t *other);
-/* The engine of that name does not run after all. */
-void rf_one_engine_give_up(uintptr_t engine);
 
 #endif

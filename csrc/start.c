@@ -89,9 +89,9 @@ static int other_mode(enum rf_mode wished, enum rf_mode running, struct rf_error
 	return -EINVAL;
 }
 
-/* The engine is entered, and the only one. */
-static int start_alone(enum rf_mode mode, bool any, const struct wishes *wishes,
-		       struct rf_error *error)
+/* The engine is entered. -EEXIST: *@other runs. */
+static int start(enum rf_mode mode, bool any, const struct wishes *wishes, uintptr_t *other,
+		 struct rf_error *error)
 {
 	struct rf_engine *engine = &rf_engine;
 	const struct rf_kernel *kernel = rf_kernel();
@@ -118,6 +118,9 @@ static int start_alone(enum rf_mode mode, bool any, const struct wishes *wishes,
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
+	/* When nothing else can fail: there is no way back. */
+	if (rf_one_engine_claim((uintptr_t)engine, other) < 0)
+		return -EEXIST;
 	rf_kernel_distrust(!wishes->trust);
 	rf_child_fault_choose(wishes->explain);
 	rf_tracker_start(&engine->tracker, kernel, environment_starts());
@@ -125,20 +128,6 @@ static int start_alone(enum rf_mode mode, bool any, const struct wishes *wishes,
 	/* Last: a child of another thread's fork that sees the mode needs all of the above. */
 	__atomic_store_n(&engine->mode, mode, __ATOMIC_RELEASE);
 	return 0;
-}
-
-/* The engine is entered. -EEXIST: *@other runs. */
-static int start(enum rf_mode mode, bool any, const struct wishes *wishes, uintptr_t *other,
-		 struct rf_error *error)
-{
-	int rc = rf_one_engine_claim((uintptr_t)&rf_engine, other);
-
-	if (rc < 0)
-		return rc;
-	rc = start_alone(mode, any, wishes, error);
-	if (rc < 0 && rf_engine.mode == RF_MODE_NONE)
-		rf_one_engine_give_up((uintptr_t)&rf_engine);
-	return rc;
 }
 
 /* Without the engine's lock: the loader may wait for a thread that waits for that lock. */

@@ -52,6 +52,7 @@ static void a_kernel_is_not_trusted_where_the_environment_says_so(void)
 {
 	struct rf_kernel found, kernel;
 	uintptr_t other;
+	pid_t child;
 
 	setenv("RDMAFORK_TRUST_COPYING", "1", 1);
 	rf_kernel_info(&found);
@@ -66,8 +67,13 @@ static void a_kernel_is_not_trusted_where_the_environment_says_so(void)
 	unsetenv("RDMAFORK_MODE");
 	CHECK(rf_mode() == RF_MODE_NONE);
 	/* Nor is it the one engine of the process. */
-	CHECK(rf_one_engine_claim(1, &other) == 0);
-	rf_one_engine_give_up(1);
+	child = fork();
+	if (!child) {
+		CHECK(rf_one_engine_claim(1, &other) == 0);
+		CHECK(init(RF_MODE_AUTO) == -EEXIST && error.cause == RF_CAUSE_OTHER_ENGINE);
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
 	CHECK(init(RF_MODE_AUTO) == 0 && rf_mode() == RF_MODE_EAGER);
 	/* What is in force stays so, whatever becomes of the environment. */
 	unsetenv("RDMAFORK_TRUST_COPYING");

@@ -200,9 +200,12 @@ static const struct rf_area *find_area(const struct rf_areas *areas, uintptr_t a
 /* Is it as the fork left it? What the program has mapped since can mostly be read. */
 static bool is_missing(bool reserved, uintptr_t address, const siginfo_t *info)
 {
+	char byte;
+	const struct iovec to = { &byte, 1 }, from = { (void *)address, 1 };
+
 	if (!reserved)
 		return info->si_code == SEGV_MAPERR;
-	return info->si_code == SEGV_ACCERR && rf_sys_is_readable(address) <= 0;
+	return info->si_code == SEGV_ACCERR && rf_sys_copy_readable(&to, &from, 1) != 1;
 }
 
 static void explain(const siginfo_t *info)

@@ -222,7 +222,7 @@ static bool read_bytes(char *at, size_t nbytes, const struct iovec *from, unsign
 {
 	const struct iovec to = { at, nbytes };
 
-	return rf_sys_copy(&to, from, count) == (ssize_t)nbytes ||
+	return rf_sys_copy_readable(&to, from, count) == (ssize_t)nbytes ||
 	       rf_sys_copy_inaccessible(&to, from, count) == (ssize_t)nbytes;
 }
 

@@ -299,7 +299,7 @@ int rf_sys_is_writable(int fd)
 	return rc < 0 ? rc : !!(asked.revents & POLLOUT);
 }
 
-static ssize_t read_memory(const struct iovec *to, const struct iovec *from, unsigned int count)
+ssize_t rf_sys_copy_readable(const struct iovec *to, const struct iovec *from, unsigned int count)
 {
 	RETURN_IF_INJECTED();
 	/* The process's pid has no memory once the main thread has ended. */
@@ -367,23 +367,12 @@ ssize_t rf_sys_copy_inaccessible(const struct iovec *to, const struct iovec *fro
 
 ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count)
 {
-	ssize_t rc = read_memory(to, from, count);
+	ssize_t rc = rf_sys_copy_readable(to, from, count);
 
 	/* A sandbox may refuse the call itself. */
 	if (rf_unlikely(rc < 0 && rc != -EFAULT))
 		return rf_sys_copy_inaccessible(to, from, count);
 	return rc;
-}
-
-int rf_sys_is_readable(uintptr_t address)
-{
-	int rc;
-
-	RETURN_IF_INJECTED();
-	/* No such way to change the mask: that is said once the set has been read. */
-	rc = KERNEL((int)syscall(SYS_rt_sigprocmask, -1, address & ~(uintptr_t)(KERNEL_SIGSET - 1),
-				NULL, KERNEL_SIGSET));
-	return rc == -EINVAL;
 }
 
 ssize_t rf_sys_list(int fd, void *entries, size_t nbytes)

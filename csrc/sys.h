@@ -68,11 +68,11 @@ int rf_sys_is_mapped(uintptr_t start, size_t nbytes);
 /* Private zeros, with that protection, where nothing is mapped. -EEXIST: something is. */
 int rf_sys_map_at(uintptr_t start, size_t nbytes, int protection);
 /*
- * Copy from @count stretches of this process's memory to one, faulting at none: by
- * process_vm_readv(), or as the next one does where a sandbox refuses that. Returns the bytes
- * copied, up to the first that cannot be. -EFAULT: the first already.
+ * Copy from @count stretches of this process's memory to one, faulting at none, by
+ * process_vm_readv(): only what the program may read. Returns the bytes copied, up to the first
+ * that cannot be. -EFAULT: the first already. A sandbox may refuse the call itself.
  */
-ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count);
+ssize_t rf_sys_copy_readable(const struct iovec *to, const struct iovec *from, unsigned int count);
 /*
  * The same from /proc/thread-self/mem, which has memory too that the program may not read. The
  * file may be refused as well: without /proc or a descriptor, and to other users than root
@@ -80,8 +80,8 @@ ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned i
  */
 ssize_t rf_sys_copy_inaccessible(const struct iovec *to, const struct iovec *from,
 				 unsigned int count);
-/* 1: the program may read the byte at @address, and 0 if not. */
-int rf_sys_is_readable(uintptr_t address);
+/* By the first, or by the second where a sandbox refuses that. */
+ssize_t rf_sys_copy(const struct iovec *to, const struct iovec *from, unsigned int count);
 
 /*
  * Transient descriptors, open for a moment only: files of /proc. A child that another thread

@@ -115,7 +115,7 @@ static void a_child_that_dies_says_why(void)
 	CHECK(!*said, "%s", said);
 }
 
-/* Whether a reserved page is as the fork left it is asked in another way than by a copy. */
+/* A refusal is no sign that the page can be read by now. */
 static void a_child_says_why_where_copying_is_refused(void)
 {
 	start();

@@ -3,6 +3,7 @@
 #include "sys.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -58,19 +59,14 @@ static uint32_t read_max_map_count(void)
 /* /sys/kernel/mm/hugepages has one folder a size; every possible one is tried. */
 static void read_huge_shifts(struct rf_kernel *kernel)
 {
-	char path[80], digits[24];
-	unsigned int shift, used, count = 0;
-	unsigned long kilobytes;
+	unsigned int shift, count = 0;
+	char path[80];
 	int fd;
 
 	for (shift = 16; shift <= 34 && count < sizeof(kernel->huge_shifts); shift++) {
-		kilobytes = 1ul << (shift - 10);
-		for (used = 0; kilobytes; kilobytes /= 10)
-			digits[used++] = (char)('0' + kilobytes % 10);
-		strcpy(path, "/sys/kernel/mm/hugepages/hugepages-");
-		while (used)
-			strncat(path, &digits[--used], 1);
-		strcat(path, "kB/nr_hugepages");
+		snprintf(path, sizeof(path),
+			 "/sys/kernel/mm/hugepages/hugepages-%lukB/nr_hugepages",
+			 1ul << (shift - 10));
 		fd = open_file(path);
 		if (fd < 0)
 			continue;

@@ -2,6 +2,7 @@
 #include "json.h"
 
 #include <stdbool.h>
+#include <stdio.h>
 #include <string.h>
 
 void rf_json_begin(struct rf_json *json, void *memory, size_t nbytes)
@@ -51,13 +52,10 @@ static size_t character(const unsigned char *text)
 
 static void put_escape(struct rf_json *json, unsigned int code)
 {
-	static const char digits[] = "0123456789abcdef";
-	char escape[6] = { '\\', 'u' };
-	size_t i;
+	char escape[16];
 
-	for (i = 0; i < 4; i++)
-		escape[2 + i] = digits[code >> (12 - 4 * i) & 15];
-	put(json, escape, sizeof(escape));
+	snprintf(escape, sizeof(escape), "\\u%04x", code);
+	rf_json_raw(json, escape);
 }
 
 static void put_string(struct rf_json *json, const char *value)
@@ -108,15 +106,11 @@ void rf_json_close(struct rf_json *json, char bracket)
 
 void rf_json_number(struct rf_json *json, const char *name, uint64_t value)
 {
-	char digits[20];
-	size_t at = sizeof(digits);
+	char digits[24];
 
 	put_name(json, name);
-	do {
-		digits[--at] = (char)('0' + value % 10);
-		value /= 10;
-	} while (value);
-	put(json, digits + at, sizeof(digits) - at);
+	snprintf(digits, sizeof(digits), "%llu", (unsigned long long)value);
+	rf_json_raw(json, digits);
 }
 
 void rf_json_string(struct rf_json *json, const char *name, const char *value)

@@ -25,12 +25,14 @@ static struct {
 	char path[4096], rank[64], exec_pid[16], failure[64 + RF_STRERROR_SIZE], inherited[192];
 	pid_t ppid;		/* as it began: at the exit it may be init's child */
 	pid_t opener;		/* forked with a device open; 0: none, or it was told */
-	uint64_t handler_ns, handler_max_ns;
-	uint64_t marked_bytes, marked_last_bytes;
-	/* Bytes pinned beyond those registered here: the most at one time; forks with some. */
-	uint64_t elsewhere_max_bytes, elsewhere_forks;
-	uint64_t unread;	/* looks at which /proc could not be read */
-	bool device_without_libibverbs;	/* a device is open, and no libibverbs was found */
+	/* Of this process alone: a child begins anew. */
+	struct {
+		uint64_t handler_ns, handler_max_ns;
+		uint64_t marked_bytes, marked_last_bytes;
+		uint64_t elsewhere_bytes; /* pinned, and not registered here: the most at a time */
+		uint64_t unread;	/* looks at which /proc could not be read */
+		bool device_without_libibverbs;	/* one is open, and no libibverbs was found */
+	} process;
 	/* Each taken by one store, then written by the thread that made it. */
 	uint32_t warnings;
 	struct warning {
@@ -153,37 +155,36 @@ static void put_warnings(struct rf_json *json)
  * registered is pinned. The engine is entered: a caller registers before it pins, and releases
  * after, so no more known memory can be pinned than is registered.
  */
-static uint64_t look_at_pins(void)
+static void look_at_pins(void)
 {
 	int64_t pinned = rf_pinned_bytes();
 	uint64_t registered = rf_engine.registry.page_bytes, elsewhere;
 
-	report.unread += pinned < 0;
+	report.process.unread += pinned < 0;
 	elsewhere = pinned > 0 && (uint64_t)pinned > registered ? (uint64_t)pinned - registered
 								: 0;
-	if (elsewhere > report.elsewhere_max_bytes)
-		report.elsewhere_max_bytes = elsewhere;
+	if (elsewhere > report.process.elsewhere_bytes)
+		report.process.elsewhere_bytes = elsewhere;
 	/* The descriptors are many, and listed only where something is amiss, or at the end. */
-	if (elsewhere && !report.device_without_libibverbs && !rf_intercept_any())
-		report.device_without_libibverbs = rf_devices_are_open();
-	return elsewhere;
+	if (elsewhere && !report.process.device_without_libibverbs && !rf_intercept_any())
+		report.process.device_without_libibverbs = rf_devices_are_open();
 }
 
 void rf_exit_report_fork(uint64_t began)
 {
-	const struct rf_engine *engine = &rf_engine;
 	uint64_t ns;
 
 	if (rf_likely(!report.on))
 		return;
-	report.marked_last_bytes = engine->tracker.ranges.marked_bytes;
-	report.marked_bytes += report.marked_last_bytes;
+	report.process.marked_last_bytes = rf_engine.tracker.ranges.marked_bytes;
+	report.process.marked_bytes += report.process.marked_last_bytes;
 	ns = rf_sys_now() - began;
-	report.handler_ns += ns;
-	report.handler_max_ns = ns > report.handler_max_ns ? ns : report.handler_max_ns;
+	report.process.handler_ns += ns;
+	if (ns > report.process.handler_max_ns)
+		report.process.handler_max_ns = ns;
 	/* After the clock is read: some 20 us are the report's, and not the engine's. */
 	if (*report.path)
-		report.elsewhere_forks += look_at_pins() != 0;
+		look_at_pins();
 	rf_fork_callers_count();
 }
 
@@ -193,14 +194,7 @@ void rf_exit_report_clear(void)
 	if (!report.on && !report.warnings)
 		return;
 	report.ppid = rf_sys_ppid();
-	report.handler_ns = 0;
-	report.handler_max_ns = 0;
-	report.marked_bytes = 0;
-	report.marked_last_bytes = 0;
-	report.elsewhere_max_bytes = 0;
-	report.elsewhere_forks = 0;
-	report.unread = 0;
-	report.device_without_libibverbs = false;
+	memset(&report.process, 0, sizeof(report.process));
 	report.warnings = 0;
 	*report.inherited = '\0';
 	memset(report.warning, 0, sizeof(report.warning));
@@ -231,7 +225,6 @@ static void put_kernel(struct rf_json *json)
 	rf_kernel_info(&kernel);
 	rf_json_open(json, "kernel", '{');
 	rf_json_string(json, "release", kernel.release);
-	rf_json_number(json, "copy_on_fork", kernel.copy_on_fork);
 	rf_json_number(json, "copy_trusted", kernel.copy_trusted);
 	rf_json_close(json, '}');
 }
@@ -253,33 +246,31 @@ static bool put_numbers(struct rf_json *json)
 	rf_json_close(json, '}');
 	rf_json_number(json, "forks", stats.forks);
 	rf_json_open(json, "handler_ns", '{');
-	rf_json_number(json, "total", report.handler_ns);
-	rf_json_number(json, "max", report.handler_max_ns);
+	rf_json_number(json, "total", report.process.handler_ns);
+	rf_json_number(json, "max", report.process.handler_max_ns);
 	rf_json_close(json, '}');
 	rf_json_open(json, "marked_bytes", '{');
-	rf_json_number(json, "total", report.marked_bytes);
-	rf_json_number(json, "last", report.marked_last_bytes);
+	rf_json_number(json, "total", report.process.marked_bytes);
+	rf_json_number(json, "last", report.process.marked_last_bytes);
 	rf_json_close(json, '}');
 	rf_json_number(json, "unmarked_bytes", stats.unmarked_bytes);
 	rf_json_number(json, "unbalanced", stats.ibv_unbalanced);
-	rf_json_number(json, "gone_bytes", stats.gone_bytes);
 	return known;
 }
 
 static void put_pins(struct rf_json *json)
 {
 	if (rf_enter(0) >= 0) {
-		(void)look_at_pins();
+		look_at_pins();
 		rf_leave();
 	}
 	if (!rf_intercept_any())
-		report.device_without_libibverbs |= rf_devices_are_open();
+		report.process.device_without_libibverbs |= rf_devices_are_open();
 	rf_json_open(json, "pinned_elsewhere", '{');
-	rf_json_number(json, "max", report.elsewhere_max_bytes);
-	rf_json_number(json, "forks", report.elsewhere_forks);
-	rf_json_number(json, "unread", report.unread);
+	rf_json_number(json, "max", report.process.elsewhere_bytes);
+	rf_json_number(json, "unread", report.process.unread);
 	rf_json_close(json, '}');
-	rf_json_number(json, "device_without_libibverbs", report.device_without_libibverbs);
+	rf_json_number(json, "device_without_libibverbs", report.process.device_without_libibverbs);
 }
 
 static void put_libraries(struct rf_json *json)

@@ -219,8 +219,8 @@ def report_of(tmp_path, source, *arguments, env=None):
 @pytest.mark.parametrize("env", [{}, {"RDMAFORK_TRUST_COPYING": "0"}])
 def test_memory_pinned_without_libibverbs_is_told(tmp_path, capsys, env):
     found, children, status = report_of(tmp_path, PINNING, 0, 2, env=env)
-    assert found["pinned_elsewhere"] == {"max": NBYTES, "forks": 2, "unread": 0}
-    nothing = {"max": 0, "forks": 0, "unread": 0}
+    assert found["pinned_elsewhere"] == {"max": NBYTES, "unread": 0}
+    nothing = {"max": 0, "unread": 0}
     assert [child["pinned_elsewhere"] for child in children] == [nothing] * 2
     assert status == 1
     shown = " ".join(capsys.readouterr().out.split())
@@ -247,7 +247,7 @@ def test_memory_pinned_at_the_end_is_told_without_a_fork(tmp_path, prefix):
     if prefix and os.geteuid():
         pytest.skip("needs root, to have many groups")
     found, _, status = report_of(tmp_path, prefix + PINNED_AT_EXIT, 0, 0)
-    assert (found["pinned_elsewhere"], status) == ({"max": NBYTES, "forks": 0, "unread": 0}, 1)
+    assert (found["pinned_elsewhere"], status) == ({"max": NBYTES, "unread": 0}, 1)
 
 
 def test_an_unknown_amount_of_pinned_memory_is_no_zero(tmp_path, capsys):
@@ -256,7 +256,7 @@ def test_an_unknown_amount_of_pinned_memory_is_no_zero(tmp_path, capsys):
     text = execute(
         "--report", "-", "--", sys.executable, "-c", f"import os; os.chroot({str(tmp_path)!r})"
     )
-    assert json.loads(text)["pinned_elsewhere"] == {"max": 0, "forks": 0, "unread": 1}
+    assert json.loads(text)["pinned_elsewhere"] == {"max": 0, "unread": 1}
     (tmp_path / "r.json").write_text(text)
     assert main(["report", str(tmp_path / "r.json")]) == 1
     assert "/proc could not be read, 1 time, at forks or at the exit" in capsys.readouterr().out
@@ -280,7 +280,7 @@ pins.close()
 """
     text = execute("--report", "-", "--", sys.executable, "-c", source)
     found = json.loads(text)["pinned_elsewhere"]
-    assert found["max"] >= NBYTES and (found["forks"], found["unread"]) == (1, 3)
+    assert found["max"] >= NBYTES and found["unread"] == 3
     (tmp_path / "r.json").write_text(text)
     assert main(["report", str(tmp_path / "r.json")]) == 1
     shown = " ".join(capsys.readouterr().out.split())
@@ -315,7 +315,7 @@ def test_the_report_and_doctor_agree(tmp_path, registers):
 @pytest.mark.parametrize("env", [{}, {"RDMAFORK_TRUST_COPYING": "0"}])
 def test_pinned_memory_that_is_registered_is_not_told(tmp_path, capsys, registered, env):
     found, _, status = report_of(tmp_path, PINNING, registered, 2, env=env)
-    assert found["pinned_elsewhere"] == {"max": 0, "forks": 0, "unread": 0}
+    assert found["pinned_elsewhere"] == {"max": 0, "unread": 0}
     assert status == 0
     assert "0 bytes unmarked: copied by the kernel" in " ".join(capsys.readouterr().out.split())
 
@@ -358,4 +358,4 @@ def test_registered_bytes_are_subtracted_from_pinned_ones(tmp_path):
     page = f"mmap.mmap(-1, {PAGE}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)"
     source = PINNING.replace("regions =", f"other = rdmafork.register({page})\nregions =")
     found, _, _ = report_of(tmp_path, source, 0, 1)
-    assert found["pinned_elsewhere"] == {"max": NBYTES - PAGE, "forks": 1, "unread": 0}
+    assert found["pinned_elsewhere"] == {"max": NBYTES - PAGE, "unread": 0}

@@ -279,10 +279,10 @@ def test_any_elf_is_read_or_is_none(tmp_path_factory, changes, cut):
 
 LINE = {
     "rdmafork": 3, "pid": 1, "ppid": 1, "host": "a", "rank": "0", "program": "p", "mode": "lazy",
-    "kernel": {"release": "6.1", "copy_on_fork": 1, "copy_trusted": 1},
+    "kernel": {"release": "6.1", "copy_trusted": 1},
     "registrations": {"total": 1, "live": 1}, "ranges": {"calls": 0, "live": 0}, "forks": 1,
     "handler_ns": {"total": 1, "max": 1}, "marked_bytes": {"total": 1, "last": 1},
-    "unmarked_bytes": 0, "unbalanced": 0, "gone_bytes": 0,
+    "unmarked_bytes": 0, "unbalanced": 0,
     "libraries": [{"path": "/l", "how": "ours", "why": None}], "errors": [],
     "fork_callers": [{"symbol": "f", "object": "/o", "count": 1}],
 }  # fmt: skip

@@ -43,7 +43,7 @@ def test_a_static_libibverbs_is_told_by_the_report_and_by_doctor(device, program
     assert process.returncode == 0
     (line,) = map(json.loads, path.read_text().splitlines())
     assert line["device_without_libibverbs"] == 1 and not line["libraries"]
-    assert line["pinned_elsewhere"]["max"] >= 8 << 20 and line["pinned_elsewhere"]["forks"] == 1
+    assert line["pinned_elsewhere"]["max"] >= 8 << 20
     assert main(["report", str(path)]) == 1
     told = " ".join(capsys.readouterr().out.split())
     does = "copies" if rdmafork.kernel_info().copy_on_fork_trusted else "may lose"

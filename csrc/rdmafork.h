@@ -45,10 +45,10 @@ extern "C" {
 
 /*
  * Changes when a caller compiled against an older header would misbehave. The symbols
- * carry it as their version (RDMAFORK_5): glibc's loader refuses a program that was
+ * carry it as their version (RDMAFORK_6): glibc's loader refuses a program that was
  * linked with another. musl's does not look: compare rf_abi().
  */
-#define RF_ABI 5
+#define RF_ABI 6
 
 enum rf_mode {
 	RF_MODE_NONE = 0,	/* rf_fork_init() has not been called */
@@ -218,20 +218,12 @@ enum rf_library_how {
 	RF_LIBRARY_REFUSED = 3,		/* neither is possible: its own support is in force */
 };
 
-enum rf_library_why {
-	RF_WHY_NONE = 0,
-	RF_WHY_TRACKS = 1,	/* its own fork support protects memory already */
-	RF_WHY_CODE = 2,	/* it calls directly, and its code is not known */
-	RF_WHY_MACHINE = 3,	/* it calls directly, and this is not x86-64 */
-	RF_WHY_FORBIDDEN = 4,	/* its code or GOT may not be changed (SELinux, seccomp) */
-};
-
 /* A libibverbs in this process. */
 struct rf_library {
 	char path[256];
 	char user[256];		/* an object that needs it, if one says so by its name */
 	uint8_t how;		/* enum rf_library_how */
-	uint8_t why;		/* enum rf_library_why */
+	const char *why;	/* the reason if it is refused, a constant; else NULL */
 };
 
 /*
@@ -249,9 +241,8 @@ RF_API int rf_intercept(struct rf_error *error);
  */
 RF_API ssize_t rf_libraries(struct rf_library *out, size_t capacity);
 
-/* In words: how its calls arrive ("ours"); why it is refused, or NULL. */
+/* In words: how its calls arrive ("ours"). */
 RF_API const char *rf_library_how_name(uint8_t how);
-RF_API const char *rf_library_why_text(uint8_t why);
 
 /* 1 live and protected, 0 live and not protected, -ESTALE, -ECHILD. */
 RF_API int rf_handle_state(struct rf_handle handle);

@@ -85,23 +85,15 @@ cdef extern from "rdmafork.h" nogil:
         RF_LIBRARY_PATCHED
         RF_LIBRARY_REFUSED
 
-    enum rf_library_why:
-        RF_WHY_NONE
-        RF_WHY_TRACKS
-        RF_WHY_CODE
-        RF_WHY_MACHINE
-        RF_WHY_FORBIDDEN
-
     struct rf_library:
         char path[256]
         char user[256]
         uint8_t how
-        uint8_t why
+        const char *why
 
     int rf_intercept(rf_error *error)
     ssize_t rf_libraries(rf_library *out, size_t capacity)
     const char *rf_library_how_name(unsigned char how)
-    const char *rf_library_why_text(unsigned char why)
 
     int rf_explain_faults()
     int rf_registered_at(rf_handle handle, const char *where)

@@ -598,7 +598,7 @@ cdef tuple libraries():
             os.fsdecode(found[i].path) or sys.executable,
             os.fsdecode(found[i].user) or None,
             rf_library_how_name(found[i].how).decode(),
-            text_or_none(rf_library_why_text(found[i].why)))
+            text_or_none(found[i].why))
         for i in range(count)
     ])
 

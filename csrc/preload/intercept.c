@@ -252,6 +252,19 @@ static int patch(const struct copy *copy)
 	return rc;
 }
 
+/* By SELinux or seccomp, say. */
+static const char forbidden[] = "this process is not allowed to change its code";
+
+static const char *why_not_patched(int rc)
+{
+	if (rc == -ENOTSUP)
+		return "it calls its range functions directly, on a machine that is not x86-64";
+	if (rc == -ENOEXEC)
+		return "it calls its range functions directly, and rdmafork does not recognize "
+		       "their code";
+	return forbidden;
+}
+
 static void settle(struct copy *copy, bool forking)
 {
 	struct rf_library *library = &copy->library;
@@ -260,7 +273,7 @@ static void settle(struct copy *copy, bool forking)
 
 	copy->settled = rc >= 0;
 	library->how = rc ? RF_LIBRARY_REFUSED : RF_LIBRARY_OURS; /* until a GOT entry says else */
-	library->why = rc ? RF_WHY_TRACKS : RF_WHY_NONE;
+	library->why = rc ? "its own fork support already protects memory" : NULL;
 	if (rc)
 		return;
 	for (i = 0; i < RANGE_NAMES && copy->through_got[i]; i++)
@@ -270,9 +283,7 @@ static void settle(struct copy *copy, bool forking)
 	rc = copy->entries[NAME_DOFORK] ? patch(copy) : -ENOEXEC;
 	library->how = rc < 0 ? RF_LIBRARY_REFUSED : RF_LIBRARY_PATCHED;
 	if (rc < 0)
-		library->why = rc == -ENOTSUP ? RF_WHY_MACHINE
-			       : rc == -ENOEXEC ? RF_WHY_CODE
-						: RF_WHY_FORBIDDEN;
+		library->why = why_not_patched(rc);
 }
 
 /* ---- The GOT ---- */
@@ -384,7 +395,7 @@ static int open_got(struct dl_phdr_info *info, size_t size, void *data)
 		    (!copy && called->library.how == RF_LIBRARY_PATCHED))
 			continue;
 		called->library.how = RF_LIBRARY_REFUSED;
-		called->library.why = RF_WHY_FORBIDDEN;
+		called->library.why = forbidden;
 	}
 	return 0;
 }
@@ -609,23 +620,6 @@ RF_API const char *rf_library_how_name(uint8_t how)
 	return how <= RF_LIBRARY_REFUSED ? hows[how] : NULL;
 }
 
-RF_API const char *rf_library_why_text(uint8_t why)
-{
-	switch (why) {
-	case RF_WHY_NONE:
-		return NULL;
-	case RF_WHY_TRACKS:
-		return "its own fork support already protects memory";
-	case RF_WHY_CODE:
-		return "it calls its range functions directly, and rdmafork does not recognize "
-		       "their code";
-	case RF_WHY_MACHINE:
-		return "it calls its range functions directly, on a machine that is not x86-64";
-	default:
-		return "this process is not allowed to change its code";
-	}
-}
-
 int rf_intercept_all(const struct rf_ibv_functions *ours, struct rf_error *error)
 {
 	int served = 0, rc = enter();
@@ -646,7 +640,7 @@ int rf_intercept_all(const struct rf_ibv_functions *ours, struct rf_error *error
 			snprintf(error->text, sizeof(error->text), "%.100s (loaded for %.60s): %s",
 				 library->path,
 				 *library->user ? library->user : "an unknown object",
-				 rf_library_why_text(library->why));
+				 library->why);
 		}
 	}
 	rf_lock_drop(&state.lock);

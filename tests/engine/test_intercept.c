@@ -93,7 +93,7 @@ static void run_once(const char *kind, void (*fail)(unsigned long, int), unsigne
 	CHECK(rc == 1 || (rc == -ENOTSUP && error.cause == RF_CAUSE_LIBRARY && faults), "%d", rc);
 	CHECK(rf_libraries(&found, 1) == 1);
 	CHECK((found.how == RF_LIBRARY_REFUSED) == (rc < 0));
-	CHECK(rc == 1 || found.why == RF_WHY_FORBIDDEN, "%d", found.why);
+	CHECK(rc == 1 || strstr(found.why, "not allowed"), "%s", found.why);
 	CHECK(strstr(found.path, kind));
 	check_whole(rc == 1);
 	check_fork();
@@ -379,16 +379,6 @@ static void a_patched_library_stays_patched(void)
 
 /* ---- What is told ---- */
 
-static void each_refusal_has_its_own_reason(void)
-{
-	uint8_t why, other;
-
-	CHECK(!rf_library_why_text(RF_WHY_NONE));
-	for (why = RF_WHY_TRACKS; why <= RF_WHY_FORBIDDEN; why++)
-		for (other = RF_WHY_TRACKS; other < why; other++)
-			CHECK(strcmp(rf_library_why_text(why), rf_library_why_text(other)) != 0);
-}
-
 /* The table ends with its mapping, so that a read too far is a fault. */
 static void a_name_outside_the_string_table_is_ignored(void)
 {
@@ -423,7 +413,6 @@ int main(int argc, char **argv)
 #if defined(__x86_64__)
 		SCENARIO(a_patched_library_stays_patched),
 #endif
-		SCENARIO(each_refusal_has_its_own_reason),
 		SCENARIO(a_name_outside_the_string_table_is_ignored),
 		SCENARIO(the_program_has_its_whole_path),
 #if defined(__GLIBC__)

@@ -440,7 +440,7 @@ ANOTHER = {
     "another": "RDMAFORK_99 { global: rf_*; };",
     "older": "IBVERBS_1.1 { global: ibv_*; };",
     # Where the loader does not look at versions (musl), the library is asked.
-    "unseen": "RDMAFORK_5 { global: rf_*; };",
+    "unseen": "RDMAFORK_6 { global: rf_*; };",
 }
 
 

@@ -42,7 +42,7 @@ static bool parse_hex(const char *line, size_t length, size_t *at, char after, u
 }
 
 /* "7f00-7f10 rw-p 00000000 00:00 0     path" */
-static bool parse(const char *line, size_t length, struct rf_vma *vma, struct rf_file *file)
+bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma, struct rf_file *file)
 {
 	uint64_t start, end, skipped, device_major, device_minor;
 	size_t at = 0, permissions;
@@ -70,13 +70,6 @@ static bool parse(const char *line, size_t length, struct rf_vma *vma, struct rf
 	for (file->inode = 0; at < length && line[at] >= '0' && line[at] <= '9'; at++)
 		file->inode = 10 * file->inode + (uint64_t)(line[at] - '0');
 	return true;
-}
-
-bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma)
-{
-	struct rf_file file;
-
-	return parse(line, length, vma, &file);
 }
 
 /* A file of /proc, line by line. */
@@ -135,7 +128,7 @@ void rf_vma_replace_file(const struct rf_file *file)
 	if (text.fd < 0)
 		return;
 	while (next_line(&text, &line, &length) > 0)
-		if (parse(line, length, &vma, &mapped) && mapped.device == file->device &&
+		if (rf_vma_parse(line, length, &vma, &mapped) && mapped.device == file->device &&
 		    mapped.inode == file->inode)
 			(void)rf_sys_map_over(vma.start, vma.end - vma.start);
 	rf_transient_close(text.fd);
@@ -145,13 +138,14 @@ void rf_vma_replace_file(const struct rf_file *file)
 static int read_table(struct rf_vma_reader *reader)
 {
 	struct text text = { .fd = reader->fd, .questions = &reader->questions };
+	struct rf_file file;
 	struct rf_vma vma;
 	const char *line;
 	size_t length;
 	int rc;
 
 	while ((rc = next_line(&text, &line, &length)) > 0) {
-		if (!rf_vma_parse(line, length, &vma))
+		if (!rf_vma_parse(line, length, &vma, &file))
 			continue;
 		if (rf_memory_grow(&reader->table, reader->count + 1) < 0)
 			return -ENOMEM;
@@ -222,6 +216,7 @@ static bool parse_page_size(const char *line, size_t length, uint8_t *shift)
 static int find_page_size(struct rf_vma_reader *reader, struct rf_vma *vma)
 {
 	struct text text = { .questions = &reader->questions };
+	struct rf_file file;
 	struct rf_vma header;
 	const char *line;
 	bool found = false;
@@ -232,7 +227,7 @@ static int find_page_size(struct rf_vma_reader *reader, struct rf_vma *vma)
 	if (text.fd < 0)
 		return text.fd;
 	while ((rc = next_line(&text, &line, &length)) > 0) {
-		if (rf_vma_parse(line, length, &header))
+		if (rf_vma_parse(line, length, &header, &file))
 			found = header.start <= vma->start && vma->start < header.end;
 		else if (found && parse_page_size(line, length, &vma->shift))
 			break;

@@ -57,7 +57,7 @@ int rf_vma_part(struct rf_vma_reader *reader, uintptr_t start, uintptr_t end, st
 		uintptr_t *stop);
 
 /* Read one line of maps, with base pages assumed; false if it is no such line. */
-bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma);
+bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma, struct rf_file *file);
 
 /*
  * In a forked child: put private zeros in the place of all that is mapped from

@@ -58,11 +58,12 @@ static void lines_are_parsed(void)
 		size_t length = strlen(cases[i].line);
 		/* In a mapping's last bytes, so that a read too far is a fault. */
 		char *page = check_map(1), *line = page + check_page - length;
+		struct rf_file file;
 		struct rf_vma vma;
 		bool good;
 
 		memcpy(line, cases[i].line, length);
-		good = rf_vma_parse(line, length, &vma);
+		good = rf_vma_parse(line, length, &vma, &file);
 		CHECK(good == cases[i].good, "\"%s\"", cases[i].line);
 		if (good) {
 			CHECK(vma.start == cases[i].start && vma.end == cases[i].end);
@@ -73,7 +74,7 @@ static void lines_are_parsed(void)
 		}
 		for (cut = 0; cut <= length; cut++) {
 			memmove(page + check_page - cut, cases[i].line, cut);
-			(void)rf_vma_parse(page + check_page - cut, cut, &vma);
+			(void)rf_vma_parse(page + check_page - cut, cut, &vma, &file);
 		}
 	}
 }
@@ -87,6 +88,7 @@ static void garbage_is_survived(void)
 
 	for (round = 0; round < rounds; round++) {
 		size_t length = check_below(sizeof(line));
+		struct rf_file file;
 		struct rf_vma vma;
 
 		if (round & 1)
@@ -94,7 +96,7 @@ static void garbage_is_survived(void)
 		for (i = 0; i < length; i++)
 			if (!(round & 1) || !check_below(20))
 				line[i] = letters[check_below(sizeof(letters) - 1)];
-		if (rf_vma_parse(line, length, &vma))
+		if (rf_vma_parse(line, length, &vma, &file))
 			CHECK(vma.start < vma.end);
 	}
 }

@@ -23,51 +23,11 @@
 #include <unistd.h>
 
 #ifdef RF_TESTING
-static unsigned long fail_at, faults, calls;
-static int fail_with;
-static bool fail_after;
-
-void rf_sys_fail(unsigned long nth, int error)
-{
-	fail_with = error;
-	fail_after = false;
-	__atomic_store_n(&fail_at, nth, __ATOMIC_SEQ_CST);
-}
-
-void rf_sys_fail_from(unsigned long nth, int error)
-{
-	fail_with = error;
-	fail_after = true;
-	__atomic_store_n(&fail_at, nth, __ATOMIC_SEQ_CST);
-}
-
-unsigned long rf_sys_faults(void)
-{
-	return __atomic_load_n(&faults, __ATOMIC_SEQ_CST);
-}
-
-unsigned long rf_sys_calls(void)
-{
-	return __atomic_load_n(&calls, __ATOMIC_SEQ_CST);
-}
-
-static int injected(void)
-{
-	__atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST);
-	if (!__atomic_load_n(&fail_at, __ATOMIC_SEQ_CST) ||
-	    __atomic_sub_fetch(&fail_at, 1, __ATOMIC_SEQ_CST))
-		return 0;
-	if (fail_after)
-		__atomic_store_n(&fail_at, 1, __ATOMIC_SEQ_CST);
-	__atomic_add_fetch(&faults, 1, __ATOMIC_SEQ_CST);
-	return fail_with;
-}
-
-#define RETURN_IF_INJECTED()                 \
-	do {                                 \
-		int error_ = injected();     \
-		if (error_)                  \
-			return -error_;      \
+#define RETURN_IF_INJECTED()                    \
+	do {                                    \
+		int error_ = rf_sys_injected(); \
+		if (error_)                     \
+			return -error_;         \
 	} while (0)
 #else
 #define RETURN_IF_INJECTED() ((void)0)

@@ -181,15 +181,8 @@ void rf_sys_sleep(long ns);
 int rf_sys_rdma_copy_on_fork(void);
 
 #ifdef RF_TESTING
-/*
- * Fail the @nth call from now (1 is the next) with @error, or, with @nth 0,
- * none; with the second, those after it too. rf_sys_faults() counts the failures
- * injected, rf_sys_calls() all calls.
- */
-void rf_sys_fail(unsigned long nth, int error);
-void rf_sys_fail_from(unsigned long nth, int error);
-unsigned long rf_sys_faults(void);
-unsigned long rf_sys_calls(void);
+/* Before each call: 0, or the errno that it fails with instead of being made. It is the tests'. */
+int rf_sys_injected(void);
 #endif
 
 #endif

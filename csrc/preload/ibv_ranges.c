@@ -24,7 +24,7 @@ static uint32_t *head_of(const struct rf_ibv_ranges *ranges, uintptr_t start, ui
 	return &item_at(ranges, 1 + (uint32_t)((hash >> 32) * ranges->table.capacity >> 32))->head;
 }
 
-void rf_ibv_ranges_init(struct rf_ibv_ranges *ranges)
+static void init(struct rf_ibv_ranges *ranges)
 {
 	memset(ranges, 0, sizeof(*ranges));
 	ranges->table.item_size = sizeof(struct item);
@@ -49,7 +49,7 @@ int rf_ibv_ranges_reserve(struct rf_ibv_ranges *ranges)
 
 	if (rf_likely(ranges->used < ranges->table.capacity))
 		return 0;
-	rf_ibv_ranges_init(&grown);
+	init(&grown);
 	rc = rf_memory_grow(&grown.table, 2 * ranges->used + 1);
 	if (rc < 0)
 		return rc;

@@ -35,8 +35,6 @@ struct rf_ibv_ranges {
 	uint32_t unused;	/* the first of those that hold no range any more */
 };
 
-void rf_ibv_ranges_init(struct rf_ibv_ranges *ranges);
-
 /*
  * Forget everything, for a child that inherits it: to zero the items would be to copy them.
  * @torn: the structure may not fit together, so its memory is lost.

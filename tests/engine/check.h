@@ -12,6 +12,7 @@
 #ifndef CHECK_H
 #define CHECK_H
 
+#include "inject.h"
 #include "rdmafork.h"
 
 #include <errno.h>

@@ -367,11 +367,11 @@ static void a_mark_that_is_wanted_again_is_not_taken_away(void)
 		CHECK(mmap(at, check_page, PROT_READ | PROT_WRITE,
 			   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at);
 		unheld = check_register(at, check_page, 0);
-		rf_sys_fail_from(nth, ENOMEM);
+		inject_from(nth, ENOMEM);
 		CHECK(rf_enter(0) == 0);
 		rf_prefork(&rf_engine.tracker, &rf_engine.registry, &rf_engine.list);
 		rf_leave();
-		rf_sys_fail(0, 0);
+		inject(0, 0);
 		range = rf_ranges_find(&rf_engine.tracker.ranges, (uintptr_t)at);
 		retried += range && range->flags & RF_RANGE_RETRY;
 		CHECK(mmap(at, check_page, PROT_READ | PROT_WRITE,

@@ -174,9 +174,9 @@ static void a_run_that_could_not_be_left_to_the_kernel_is_left_once(void)
 		handles[i] = check_register(memory + i * check_page, check_page, RF_HELD);
 	rf_engine.tracker.vma_budget = 2;
 	/* Its own page is unmarked, and nothing of what is one run too many by that. */
-	rf_sys_fail_from(2, ENOMEM);
+	inject_from(2, ENOMEM);
 	check_release(handles[2]);
-	rf_sys_fail(0, 0);
+	inject(0, 0);
 	CHECK(rf_stats(&stats) == 0 && stats.unmarked_ranges == 1);
 	CHECK(check_marked(memory, 5) == 4);
 	check_sound();
@@ -645,9 +645,9 @@ static void a_mark_that_cannot_be_made_again_is_not_claimed(void)
 		CHECK(rf_list(info, COUNT_OF(info)) == 1 && info[0].protection == RF_BY_ADVICE);
 	}
 	/* Listed, too: that takes mappings. */
-	rf_sys_fail_from(1, EAGAIN);
+	inject_from(1, EAGAIN);
 	check_fork();
-	rf_sys_fail(0, 0);
+	inject(0, 0);
 	CHECK(unmarked_bytes() == 3 * check_page);
 	CHECK(rf_list(info, COUNT_OF(info)) == 1 && info[0].protection == RF_BY_KERNEL);
 	check_fork();

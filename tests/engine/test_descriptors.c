@@ -319,18 +319,18 @@ static void the_first_descriptor_is_one_like_another(void)
 
 static bool fails_at_every_call(int fd)
 {
-	unsigned long nth, faults = rf_sys_faults();
+	unsigned long nth, faults = inject_faults();
 
 	for (nth = 1; nth < 8; nth++) {
-		unsigned long seen = rf_sys_faults();
+		unsigned long seen = inject_faults();
 		bool alone = !rf_engine.descriptors.null;
 		size_t before = descriptors();
 		int rc;
 
-		rf_sys_fail(nth, EMFILE);
+		inject(nth, EMFILE);
 		rc = rf_descriptor_omit(fd, 0);
-		rf_sys_fail(0, 0);
-		if (rf_sys_faults() == seen) {
+		inject(0, 0);
+		if (inject_faults() == seen) {
 			CHECK(rc == 0 && rf_descriptor_release(fd) == 0);
 			break;
 		}
@@ -343,7 +343,7 @@ static bool fails_at_every_call(int fd)
 		}
 		CHECK(descriptors() <= before + alone);
 	}
-	return rf_sys_faults() > faults;
+	return inject_faults() > faults;
 }
 
 static void failures_change_nothing(void)
@@ -382,10 +382,10 @@ static bool replaces_devices(unsigned long nth)
 {
 	bool found;
 
-	rf_sys_fail(nth, ENOENT);
+	inject(nth, ENOENT);
 	found = rf_devices_omit(&rf_engine.descriptors);
 	rf_descriptors_replace(&rf_engine.descriptors);
-	rf_sys_fail(0, 0);
+	inject(0, 0);
 	return found;
 }
 
@@ -430,13 +430,13 @@ static struct refusal {
 
 static void fail_in_child(void)
 {
-	rf_sys_fail(failing, EBADF);
+	inject(failing, EBADF);
 }
 
 static bool is_out_of_reach(int fd)
 {
-	rf_sys_fail(0, 0);
-	refusal->faults = rf_sys_faults();
+	inject(0, 0);
+	refusal->faults = inject_faults();
 	refusal->closed = is_closed(fd);
 	return refusal->closed || is_null(fd);
 }

@@ -314,11 +314,11 @@ static void nowait_never_enters_the_kernel(void)
 
 	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
-	calls = rf_sys_calls();
+	calls = inject_calls();
 	CHECK(rf_register(memory, check_page, RF_NOWAIT, RF_OMIT, &handle, &error) == -EAGAIN);
 	handle = check_register(memory, check_page, RF_NOWAIT | RF_HELD);
 	CHECK(rf_release(handle, RF_NOWAIT) == 0);
-	CHECK(rf_sys_calls() == calls);
+	CHECK(inject_calls() == calls);
 	marked = check_register(memory, check_page, RF_HELD);
 	check_fork();
 	CHECK(rf_release(marked, RF_NOWAIT) == -EAGAIN);
@@ -337,10 +337,10 @@ static void nowait_suffices_where_marks_of_others_cover_it(void)
 
 	check_start(RF_MODE_EAGER);
 	outer = check_register(memory, 4 * check_page, RF_HELD);
-	calls = rf_sys_calls();
+	calls = inject_calls();
 	inner = check_register(memory + check_page, 2 * check_page, RF_NOWAIT | RF_HELD);
 	CHECK(rf_release(inner, RF_NOWAIT) == 0);
-	CHECK(rf_sys_calls() == calls);
+	CHECK(inject_calls() == calls);
 	check_release(outer);
 	check_empty();
 }
@@ -356,7 +356,7 @@ static void lazy_costs_no_system_call(void)
 
 	check_needs_lazy();
 	check_start(RF_MODE_LAZY);
-	calls = rf_sys_calls();
+	calls = inject_calls();
 	for (round = 0; round < 100; round++) {
 		for (i = 0; i < 100; i++)
 			CHECK(rf_register(memory + i * 777, 5000 + i * 13, RF_HELD,
@@ -364,7 +364,7 @@ static void lazy_costs_no_system_call(void)
 		for (i = 0; i < 100; i++)
 			check_release(handles[i * 37 % 100]);
 	}
-	CHECK(rf_sys_calls() == calls);
+	CHECK(inject_calls() == calls);
 	CHECK(check_marked(memory, 64) == 0);
 	check_empty();
 }
@@ -423,9 +423,9 @@ static void a_fork_with_nothing_new_is_free(void)
 	check_register(shared, 2 * check_page, 0);
 	check_fork();
 	check_fork();
-	calls = rf_sys_calls();
+	calls = inject_calls();
 	check_fork();
-	CHECK(rf_sys_calls() == calls, "%lu calls", rf_sys_calls() - calls);
+	CHECK(inject_calls() == calls, "%lu calls", inject_calls() - calls);
 }
 
 /* Areas split before they were touched would stay in pieces for good. */

@@ -28,7 +28,7 @@ static int last_error;
 /* Run by exit() before the report, as the library's destructor is older. */
 static void fail_what_follows(void)
 {
-	rf_sys_fail(last_nth, last_error);
+	inject(last_nth, last_error);
 }
 
 static int call(void *handle, const char *name, void *memory, size_t nbytes)
@@ -61,16 +61,16 @@ static void work(void)
 
 __attribute__((noreturn)) static void run_once(unsigned long nth, int error, bool at_the_end)
 {
-	unsigned long faults = rf_sys_faults();
+	unsigned long faults = inject_faults();
 	int null = open("/dev/null", O_WRONLY);
 
 	/* Where it says that it was not started. */
 	CHECK(null >= 0 && dup2(null, STDERR_FILENO) == STDERR_FILENO);
 	if (!at_the_end)
-		rf_sys_fail(nth, error);
+		inject(nth, error);
 	rf_exec_begin();
-	rf_sys_fail(0, 0);
-	faults = rf_sys_faults() - faults;
+	inject(0, 0);
+	faults = inject_faults() - faults;
 	CHECK(rf_mode() != RF_MODE_NONE || faults);
 	work();
 	if (at_the_end) {

@@ -361,15 +361,15 @@ static void run_once(const struct operation *operation, unsigned long nth, int w
 	if (operation->act != act_fold && operation->act != act_list)
 		take_snapshot(&before);
 	lived = live_count;
-	faults = rf_sys_faults();
-	calls = rf_sys_calls();
+	faults = inject_faults();
+	calls = inject_calls();
 	errno = 12345;
-	rf_sys_fail(nth, with);
+	inject(nth, with);
 	rc = operation->act();
-	rf_sys_fail(0, 0);
+	inject(0, 0);
 	CHECK(errno == 12345, "errno is %d", errno);
-	faults = rf_sys_faults() - faults;
-	calls = rf_sys_calls() - calls;
+	faults = inject_faults() - faults;
+	calls = inject_calls() - calls;
 	CHECK(faults == (nth <= calls), "%lu faults in %lu calls", faults, calls);
 	check_sound();
 	if (rc < 0 && operation->act != act_list) {

@@ -43,7 +43,7 @@ __attribute__((constructor(101))) static void install_before(void)
 {
 	pthread_atfork(inside_0, inside_1, inside_2);
 	if (getenv("NO_ALIVE"))
-		rf_sys_fail(2, EINVAL);
+		inject(2, EINVAL);
 }
 
 /* ---- Other libraries' handlers ---- */
@@ -476,7 +476,7 @@ static void children_of_fork_are_noticed_again(void)
 {
 	if (!getenv("NO_ALIVE"))
 		return;
-	CHECK(rf_sys_faults() == 1);
+	CHECK(inject_faults() == 1);
 	children_unseen(plain_fork);
 }
 

@@ -162,11 +162,11 @@ static void a_child_looks_for_no_descriptor_of_its_own_fork(void)
 		while (i == 2 && dup(0) < 64)
 			;
 		handle = check_register(memory, 2 * check_page, RF_HELD);
-		before = rf_sys_calls();
+		before = inject_calls();
 		child = fork();
 		CHECK(child >= 0);
 		if (!child)
-			_exit((int)(rf_sys_calls() - before));
+			_exit((int)(inject_calls() - before));
 		calls[i] = check_wait(child);
 		check_release(handle);
 	}

@@ -240,10 +240,10 @@ static void a_guard_that_cannot_be_had_is_no_failure(void)
 	check_start(check_best_mode());
 	handle = check_register(memory, 8 * check_page, RF_HELD);
 	check_fork();
-	rf_sys_fail(1, ENOMEM);
+	inject(1, ENOMEM);
 	/* Nothing is new, so the child's reserving is the next call. */
 	CHECK(!check_child_reads(memory));
-	rf_sys_fail(0, 0);
+	inject(0, 0);
 	check_release(handle);
 	check_empty();
 }

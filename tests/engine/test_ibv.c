@@ -381,9 +381,9 @@ static void a_failure_changes_nothing(void)
 	take(memory, 0, 8);
 	for (nth = 1;; nth++) {
 		before = stats();
-		rf_sys_fail(nth, ENOMEM);
+		inject(nth, ENOMEM);
 		rc = ibv_dontfork_range(memory + 4 * check_page, 8 * check_page);
-		rf_sys_fail(0, 0);
+		inject(0, 0);
 		check_sound();
 		if (rc == 0)
 			give(memory, 4, 12);
@@ -393,9 +393,9 @@ static void a_failure_changes_nothing(void)
 		CHECK(stats().registrations == before.registrations);
 		CHECK(check_marked(memory, PAGES) == 8);
 		CHECK(check_marked(memory, PAGES) == 8);
-		if (rf_sys_faults() == faults)
+		if (inject_faults() == faults)
 			break;
-		faults = rf_sys_faults();
+		faults = inject_faults();
 	}
 	/* A question about each end, or one about both, and the advice. */
 	CHECK(faults > 1, "%lu", faults);

@@ -73,7 +73,7 @@ static void run_once(const char *kind, void (*fail)(unsigned long, int), unsigne
 		     int with)
 {
 	struct rf_library found = { .how = RF_LIBRARY_OURS };
-	unsigned long faults = rf_sys_faults();
+	unsigned long faults = inject_faults();
 	struct rf_error error;
 	int rc = 0;
 
@@ -86,10 +86,10 @@ static void run_once(const char *kind, void (*fail)(unsigned long, int), unsigne
 		check_fork();
 	else
 		rc = rf_intercept(&error);
-	rf_sys_fail(0, 0);
+	inject(0, 0);
 	if (by_fork)
 		rc = rf_intercept(&error);
-	faults = rf_sys_faults() - faults;
+	faults = inject_faults() - faults;
 	CHECK(rc == 1 || (rc == -ENOTSUP && error.cause == RF_CAUSE_LIBRARY && faults), "%d", rc);
 	CHECK(rf_libraries(&found, 1) == 1);
 	CHECK((found.how == RF_LIBRARY_REFUSED) == (rc < 0));
@@ -133,8 +133,8 @@ static void fail_all(void)
 			continue;
 #endif
 		for (i = 0; i < COUNT_OF(errors); i++) {
-			faults += fail_each(kinds[kind], rf_sys_fail, errors[i]);
-			faults += fail_each(kinds[kind], rf_sys_fail_from, errors[i]);
+			faults += fail_each(kinds[kind], inject, errors[i]);
+			faults += fail_each(kinds[kind], inject_from, errors[i]);
 		}
 	}
 	CHECK(faults >= COUNT_OF(errors), "%lu faults", faults);

@@ -84,16 +84,16 @@ static void a_refused_question_claims_nothing(void)
 
 		CHECK(child >= 0);
 		if (!child) {
-			rf_sys_fail(nth, ENOMEM);
+			inject(nth, ENOMEM);
 			rf_kernel_info(&kernel);
-			rf_sys_fail(0, 0);
+			inject(0, 0);
 			CHECK(kernel.page_size == check_page);
 			/* Never none: half of it is what the engine may use. */
 			CHECK(kernel.max_map_count >= 2);
 			CHECK(!kernel.copy_trusted || kernel.copy_on_fork);
 			CHECK(!kernel.copy_trusted || kernel.trust_how == RF_HOW_PROBE ||
 			      rf_kernel_parse_version(kernel.release) >= 5019);
-			_exit(rf_sys_faults() ? 0 : 2);
+			_exit(inject_faults() ? 0 : 2);
 		}
 		status = check_wait(child);
 		if (status == 2)
@@ -252,7 +252,7 @@ static void trust_follows_from_version_or_behaviour(void)
 
 	CHECK(version() < 5019 || exclusive);
 	for (i = 0; i < COUNT_OF(cases); i++) {
-		unsigned long calls = rf_sys_calls();
+		unsigned long calls = inject_calls();
 		struct rf_kernel kernel = judge(cases[i].release, cases[i].copies);
 
 		CHECK(kernel.copy_on_fork == cases[i].copy_on_fork, "case %zu", i);
@@ -261,7 +261,7 @@ static void trust_follows_from_version_or_behaviour(void)
 		      "case %zu", i);
 		CHECK(kernel.trust_how == cases[i].trust_how, "case %zu", i);
 		/* Nothing is tried where the answer would change nothing. */
-		CHECK((rf_sys_calls() != calls) == cases[i].probed, "case %zu", i);
+		CHECK((inject_calls() != calls) == cases[i].probed, "case %zu", i);
 	}
 }
 
@@ -269,19 +269,19 @@ static void trust_follows_from_version_or_behaviour(void)
 static void without_an_answer_the_version_decides(void)
 {
 	static const int errors[] = CHECK_ERRORS;
-	unsigned long nth, refused = 0, calls = rf_sys_calls();
+	unsigned long nth, refused = 0, calls = inject_calls();
 	struct rf_kernel kernel, all = judge("5.14.0", 1);
 	size_t i;
 
-	calls = rf_sys_calls() - calls;
+	calls = inject_calls() - calls;
 	for (i = 0; i < COUNT_OF(errors); i++) {
 		for (nth = 1;; nth++) {
-			unsigned long faults = rf_sys_faults();
+			unsigned long faults = inject_faults();
 
-			rf_sys_fail(nth, errors[i]);
+			inject(nth, errors[i]);
 			kernel = judge("5.14.0", 1);
-			rf_sys_fail(0, 0);
-			if (rf_sys_faults() == faults)
+			inject(0, 0);
+			if (inject_faults() == faults)
 				break;
 			/* munmap() has failed; or MADV_NOHUGEPAGE, where there are none. */
 			if (kernel.trust_how == RF_HOW_PROBE) {

@@ -470,13 +470,13 @@ static void a_failed_copy_shows_no_wrong_bytes(void)
 	add(&regions[2], 5 * check_page + 1, 6 * check_page, RF_OMIT);
 	model(regions, 3);
 	for (nth = 1; nth < 60; nth++) {
-		before = rf_sys_faults();
-		rf_sys_fail(nth, ENOMEM);
+		before = inject_faults();
+		inject(nth, ENOMEM);
 		pid = fork();
 		if (!pid)
 			_exit(is_sane() ? 0 : 1);
-		rf_sys_fail(0, 0);
-		faults += rf_sys_faults() - before;
+		inject(0, 0);
+		faults += inject_faults() - before;
 		CHECK(check_wait(pid) == 0, "call %lu", nth);
 	}
 	CHECK(faults > 2);
@@ -494,9 +494,9 @@ static void room_is_taken_at_the_registration(void)
 	prepare_memory(PAGES);
 	start_whole();
 	for (nth = 1; rc == -ENOMEM; nth++) {
-		rf_sys_fail(nth, ENOMEM);
+		inject(nth, ENOMEM);
 		rc = rf_register(memory + 100, 100, RF_HELD, RF_OMIT, &handle, &error);
-		rf_sys_fail(0, 0);
+		inject(0, 0);
 		CHECK(rc == 1 || error.cause == RF_CAUSE_ENGINE_MEMORY ||
 			      error.cause == RF_CAUSE_VMA_LIMIT || error.cause == RF_CAUSE_REFUSED,
 		      "%d", error.cause);
@@ -579,7 +579,7 @@ static void check_fork_finds_each_page(size_t count, bool any)
 	CHECK(pid >= 0);
 	if (!pid)
 		_exit(finds_each_page(count, any) ? 0 : 1);
-	rf_sys_fail(0, 0);
+	inject(0, 0);
 	CHECK(check_wait(pid) == 0);
 }
 
@@ -614,13 +614,13 @@ static void many_saved_bytes_want_huge_pages(void)
 		check_register(memory + i * check_page, 1, RF_HELD);
 	check_fork_finds_each_page(count, false);
 	CHECK(wants_huge_pages(rf_engine.list.shown));
-	faults = rf_sys_faults();
+	faults = inject_faults();
 	/* The child's calls come after the parent's. */
 	for (nth = 1; nth < 20; nth++) {
-		rf_sys_fail(nth, ENOMEM);
+		inject(nth, ENOMEM);
 		check_fork_finds_each_page(count, true);
 	}
-	CHECK(rf_sys_faults() > faults + 2);
+	CHECK(inject_faults() > faults + 2);
 	check_refuse_advice(MADV_HUGEPAGE, EINVAL);
 	check_fork_finds_each_page(count, false);
 }

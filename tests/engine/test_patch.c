@@ -124,17 +124,17 @@ static void a_failure_changes_nothing(void)
 	int rc;
 
 	for (nth = 1;; nth++) {
-		rf_sys_fail(nth, EACCES);
+		inject(nth, EACCES);
 		rc = plan(&patch, function);
 		if (rc == 0)
 			rc = apply(&patch);
-		rf_sys_fail(0, 0);
+		inject(0, 0);
 		CHECK(function() == (rc < 0 ? 2 : 77));
 		if (rc == 0)
 			undo(&patch);
-		if (rf_sys_faults() == faults)
+		if (inject_faults() == faults)
 			break;
-		faults = rf_sys_faults();
+		faults = inject_faults();
 	}
 	CHECK(faults >= 3, "%lu", faults);
 	CHECK(function() == 2);

@@ -203,10 +203,10 @@ static void a_child_reads_kept_pages(void)
 	start(RF_MODE_LAZY);
 	memset(memory, 7, 4 * check_page);
 	memset(shared, 8, check_page);
-	calls = rf_sys_calls();
+	calls = inject_calls();
 	handle = take(memory, 4 * check_page, RF_KEEP);
 	other = take(shared, check_page, RF_KEEP);
-	CHECK(rf_sys_calls() == calls);
+	CHECK(inject_calls() == calls);
 	CHECK(child_finds(memory) == 7 && child_finds(shared) == 8);
 	CHECK(rf_list(info, 4) == 2);
 	CHECK(info[0].policy == RF_KEEP && info[1].policy == RF_KEEP);
@@ -282,16 +282,16 @@ static void a_failure_changes_nothing(void)
 	start(RF_MODE_EAGER);
 	held = take(memory + 2 * check_page, check_page, RF_WIPE);
 	for (nth = 1; nth < 20; nth++) {
-		seen = rf_sys_faults();
-		rf_sys_fail(nth, ENOMEM);
+		seen = inject_faults();
+		inject(nth, ENOMEM);
 		rc = try_register(memory, 8 * check_page, RF_WIPE, &handle);
-		rf_sys_fail(0, 0);
+		inject(0, 0);
 		if (rc == 1) {
 			check_release(handle);
 		} else {
 			CHECK(rc == -ENOMEM, "%d", rc);
 		}
-		faults += rf_sys_faults() - seen;
+		faults += inject_faults() - seen;
 		check_fork();
 		check_read_smaps();
 		for (pages = 0; pages < 8; pages++)
@@ -299,7 +299,7 @@ static void a_failure_changes_nothing(void)
 				      (pages == 2),
 			      "call %lu, page %zu", nth, pages);
 		check_sound();
-		if (rf_sys_faults() == seen)
+		if (inject_faults() == seen)
 			break;
 	}
 	CHECK(faults);
@@ -424,13 +424,13 @@ static void a_child_at_the_kernels_limit_unmarks_them_together(void)
 	check_use_up_vmas(0);
 	for (i = 99; i < count; i += 100)
 		check_release(handles[i]);
-	calls = rf_sys_calls();
+	calls = inject_calls();
 	pid = fork();
 	if (!pid) {
 		/* Not one for each. Maps that is read as text takes many more, before the fork. */
-		CHECK(rf_sys_calls() - calls < count / 2 ||
+		CHECK(inject_calls() - calls < count / 2 ||
 			      !rf_engine.tracker.kernel->procmap_query,
-		      "%lu", rf_sys_calls() - calls);
+		      "%lu", inject_calls() - calls);
 		check_give_back_vmas();
 		check_read_smaps();
 		for (i = 0; i < count; i++)
@@ -513,18 +513,18 @@ static void zeros_are_a_child_s_own_whatever_fails(void)
 	memset(memory, 7, 4 * check_page);
 	for (nth = 1; nth < 30; nth++) {
 		handle = take(memory, 4 * check_page, RF_WIPE);
-		seen = rf_sys_faults();
-		rf_sys_fail(nth, ENOMEM);
+		seen = inject_faults();
+		inject(nth, ENOMEM);
 		pid = fork();
 		if (!pid) {
-			rf_sys_fail(0, 0);
+			inject(0, 0);
 			signal(SIGSEGV, SIG_DFL);
 			memory[0] = 9;
 			CHECK(child_finds(memory) == 9);
 			_exit(0);
 		}
-		rf_sys_fail(0, 0);
-		faults += rf_sys_faults() - seen;
+		inject(0, 0);
+		faults += inject_faults() - seen;
 		CHECK(check_wait(pid) == 0, "call %lu", nth);
 		check_fork();
 		check_release(handle);

@@ -336,15 +336,15 @@ static unsigned long arm(bool failing)
 		int error = errors[check_below(COUNT_OF(errors))];
 
 		tell("call %lu fails: %s\n", nth, strerror(error));
-		rf_sys_fail(nth, error);
+		inject(nth, error);
 	}
-	return rf_sys_faults();
+	return inject_faults();
 }
 
 static bool disarm(unsigned long before)
 {
-	rf_sys_fail(0, 0);
-	return rf_sys_faults() != before;
+	inject(0, 0);
+	return inject_faults() != before;
 }
 
 static bool is_held(uintptr_t start, uintptr_t end)

@@ -106,7 +106,7 @@ static void arm(bool failing)
 	if (failing) {
 		unsigned long nth = 1 + check_below(8);
 
-		rf_sys_fail(nth, errors[check_below(COUNT_OF(errors))]);
+		inject(nth, errors[check_below(COUNT_OF(errors))]);
 	}
 }
 
@@ -126,7 +126,7 @@ static void op_register(bool failing)
 	choose_bytes(&range->start, &range->end);
 	arm(failing);
 	rc = ibv_dontfork_range((void *)range->start, range->end - range->start);
-	rf_sys_fail(0, 0);
+	inject(0, 0);
 	made++;
 	if (rc < 0) {
 		CHECK(failing && rc == -1 && errno);
@@ -174,7 +174,7 @@ static void op_release(bool failing)
 		return;
 	arm(failing);
 	rc = ibv_dofork_range((void *)wanted.start, wanted.end - wanted.start);
-	rf_sys_fail(0, 0);
+	inject(0, 0);
 	CHECK(rc == 0, "%d", errno);
 	if (!range) {
 		unbalanced++;

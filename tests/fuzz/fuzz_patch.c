@@ -186,14 +186,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t nbytes)
 		bool fails = !check_below(4);
 
 		/* Not the one that makes code read-only again, which is not looked at. */
-		rf_sys_fail(fails ? 1 : 0, EACCES);
+		inject(fails ? 1 : 0, EACCES);
 		if (!operation)
 			plan(function, fails);
 		else if (function->planned && operation == 1)
 			undo(function);
 		else if (function->planned)
 			apply(function);
-		rf_sys_fail(0, 0);
+		inject(0, 0);
 		compare();
 	}
 	return 0;

@@ -3,73 +3,55 @@
 #include "sys.h"
 
 #include <errno.h>
-#include <stdbool.h>
+#include <string.h>
 #include <sys/auxv.h>
 
-#define MARK 0x6b726f66616d6472ull
+/* In the bits that no address has: another's word is not taken for an engine. */
+#define ADDRESS 0x0000ffffffffffffull
+#define MARK 0x7264000000000000ull
 
-struct meeting {
-	uint64_t mark;
-	uintptr_t engine;	/* atomic */
-};
-
-/* 2^@bits bytes from @base on, in which kernels place nothing by themselves. */
-struct area {
-	uintptr_t base;
-	unsigned int bits;
-};
-
-/*
- * Below the programs (x86), where each sanitizer lets a program map memory; or, of 39 bits
- * of address, above the first quarter.
- */
-static const struct area areas[] = {
-	{ 0x550000000000, 38 },
-	{ 0x002000000000, 36 },
-};
-
-/* No secret is in the address, and it is as random as the stack's. */
-static uintptr_t address_in(const struct area *area)
+/* NULL: the stack does not end as Linux makes it. */
+static uint64_t *word_above(const char *name)
 {
-	const uint64_t random = (uint64_t)getauxval(AT_RANDOM) * 0x9e3779b97f4a7c15;
-	const size_t page = rf_sys_page_size();
+	const uintptr_t word = name ? (uintptr_t)name + strlen(name) + 1 : 0;
 
-	return area->base + ((uintptr_t)(random >> (64 - area->bits)) & ~(page - 1));
+	return !word || (word + sizeof(uint64_t)) % rf_sys_page_size() ? NULL : (uint64_t *)word;
 }
 
-static struct meeting *meet_at(uintptr_t address)
+/* A dynamic loader that was called as a program has put its argument's in the vector. */
+static const char *name_by_kernel(void)
 {
-	struct meeting *meeting = (struct meeting *)address, seen = { 0, 0 };
-	struct iovec to = { &seen, sizeof(seen) }, from = { meeting, sizeof(seen) };
-	int rc = rf_sys_map_at(address, rf_sys_page_size(), PROT_READ | PROT_WRITE);
-
-	if (rc >= 0)
-		__atomic_store_n(&meeting->mark, MARK, __ATOMIC_SEQ_CST);
-	/* Looked at without a fault: it may be another's, and closed. */
-	else if (rc != -EEXIST || rf_sys_copy(&to, &from, 1) < 0 || seen.mark != MARK)
-		return NULL;
-	return meeting;
-}
-
-static struct meeting *meet(void)
-{
-	static struct meeting *met;
-
+	unsigned long vector[64] = { 0 };
+	const int fd = rf_sys_open("/proc/thread-self/auxv", RF_READ);
 	size_t i;
 
-	for (i = 0; !met && i < sizeof(areas) / sizeof(areas[0]); i++)
-		met = meet_at(address_in(&areas[i]));
-	return met;
+	if (fd < 0)
+		return NULL;
+	(void)rf_sys_read(fd, vector, sizeof(vector));
+	rf_sys_close(fd);
+	for (i = 0; i + 1 < sizeof(vector) / sizeof(*vector) && vector[i]; i += 2)
+		if (vector[i] == AT_EXECFN)
+			return (const char *)vector[i + 1];
+	return NULL;
+}
+
+static uint64_t *find_word(void)
+{
+	uint64_t *word = word_above((const char *)getauxval(AT_EXECFN));
+
+	return word || getauxval(AT_BASE) ? word : word_above(name_by_kernel());
 }
 
 int rf_one_engine_claim(uintptr_t engine, uintptr_t *other)
 {
-	struct meeting *meeting = meet();
+	uint64_t *word = find_word(), found = 0, ours = engine | MARK;
 
 	*other = 0;
-	if (!meeting ||
-	    __atomic_compare_exchange_n(&meeting->engine, other, engine, false, __ATOMIC_SEQ_CST,
-					__ATOMIC_SEQ_CST))
+	if (!word || __atomic_compare_exchange_n(word, &found, ours, false, __ATOMIC_SEQ_CST,
+						 __ATOMIC_SEQ_CST))
 		return 0;
-	return *other == engine ? 0 : -EEXIST;
+	if (found == ours || (found & ~ADDRESS) != MARK)
+		return 0;
+	*other = (uintptr_t)(found & ADDRESS);
+	return -EEXIST;
 }

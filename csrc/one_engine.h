@@ -2,14 +2,15 @@
 /*
  * Two engines in one process would undo each other's advice: their counts know nothing of
  * each other. The loader does not show them to each other where one is in a namespace of
- * dlmopen(), or within the program, which exports no symbols. So all engines go to one page,
- * whose address follows from that of the process's auxiliary vector.
+ * dlmopen(), or within the program, which exports no symbols. So all engines go to one word,
+ * which the kernel's auxiliary vector leads to: the last one of the main stack. exec() leaves
+ * it zero, above the program's name, and nothing uses it (fs/exec.c: bprm_mm_init()).
  *
- *	[ mark | engine ]	0, or the address of the one that runs
+ *	... environment | AT_EXECFN: "/usr/bin/program" | word ] end of the stack's last page
  *
- * The first to store its address there is the one. A forked child has the page too, and its
- * engine goes on; exec() takes it away. Where the page cannot be had (the place is taken, or
- * beyond a small address space) a second engine is not noticed.
+ * The first to store its address there is the one. A forked child has the word too, and its
+ * engine goes on; exec() takes it away. It takes no mapping, which each fork would copy. Where
+ * a stack looks different, as in an emulator, a second engine is not noticed.
  */
 #ifndef RF_ONE_ENGINE_H
 #define RF_ONE_ENGINE_H

@@ -45,18 +45,6 @@ void rf_clear_interrupted(void)
 	rf_clear(false);
 }
 
-/*
- * The forks that this thread has under way: a signal handler may fork in another library's
- * fork handler. A child has its thread's.
- */
-static __thread struct {
-	int depth;
-	bool prepared;		/* the list is of the last of them */
-	uint64_t transients;	/* rf_sys_transients() when it was prepared */
-	int blocked_at;		/* the depth of the fork that has blocked signals; 0: none has */
-	uint64_t blocked;	/* those that it has */
-} here __attribute__((tls_model("initial-exec")));
-
 static int show_list(struct rf_engine *engine)
 {
 	int rc = rf_child_list_make(&engine->list, &engine->tracker, 0, 0);
@@ -68,7 +56,7 @@ static int show_list(struct rf_engine *engine)
 }
 
 /* The handler began at @began. */
-static void prepare_pages(struct rf_engine *engine, uint64_t began)
+static void prepare_pages(struct rf_engine *engine, struct rf_own_forks *here, uint64_t began)
 {
 	if (rf_enter(RF_FORKING) < 0) {
 		/*
@@ -83,7 +71,7 @@ static void prepare_pages(struct rf_engine *engine, uint64_t began)
 	if (engine->mode == RF_MODE_EAGER)
 		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
 	rf_prefork(&engine->tracker, &engine->registry, &engine->list);
-	here.prepared = show_list(engine) >= 0;
+	here->prepared = show_list(engine) >= 0;
 	if (rf_has_hooks())
 		rf_hooks.prepared(began);
 	rf_leave();
@@ -93,41 +81,40 @@ static void prepare_pages(struct rf_engine *engine, uint64_t began)
  * Libc lets signals come before it calls our child handler: a handler of the program's would
  * find pages missing that the child is to have. Not for the kernel's own copies, which are there.
  */
-static void block_signals(const struct rf_child_list *list)
+static void block_signals(struct rf_own_forks *here, const struct rf_child_list *list)
 {
-	if (rf_likely(!__atomic_load_n(&list->mapped_anew, __ATOMIC_RELAXED)) || here.blocked_at)
+	if (rf_likely(!__atomic_load_n(&list->mapped_anew, __ATOMIC_RELAXED)) || here->blocked_at)
 		return;
-	if (rf_sys_block_signals(&here.blocked) >= 0)
-		here.blocked_at = here.depth;
+	if (rf_sys_block_signals(&here->blocked) >= 0)
+		here->blocked_at = here->depth;
 }
 
 /* The fork at @depth ends: an outer one needs them blocked still, if it has blocked them. */
-static void unblock_signals(int depth)
+static void unblock_signals(struct rf_own_forks *here, int depth)
 {
-	if (rf_likely(here.blocked_at != depth))
+	if (rf_likely(here->blocked_at != depth))
 		return;
 	/* First, as a handler that comes then may fork. */
-	here.blocked_at = 0;
-	(void)rf_sys_unblock_signals(here.blocked);
+	here->blocked_at = 0;
+	(void)rf_sys_unblock_signals(here->blocked);
 }
 
 static void prepare(void)
 {
 	struct rf_engine *engine = &rf_engine;
 	uint64_t began = rf_sys_now();
+	struct rf_own_forks *here;
 
 	(void)rf_notice_child();
-	here.depth++;
-	here.prepared = false;
 	if (rf_has_hooks())
 		rf_hooks.prepare();
-	rf_window_open();
+	here = rf_window_open();
 	rf_loader_gate_fork();
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) != RF_MODE_NONE)
-		prepare_pages(engine, began);
+		prepare_pages(engine, here, began);
 	/* Last, as this thread must have closed its own descriptors by then. */
-	here.transients = rf_sys_transients();
-	block_signals(&engine->list);
+	here->transients = rf_sys_transients();
+	block_signals(here, &engine->list);
 }
 
 /* Many saved bytes, after the last fork that needed them. */
@@ -144,26 +131,28 @@ static void trim_list(struct rf_engine *engine)
 
 static void parent(void)
 {
-	const int depth = here.depth--;
+	struct rf_own_forks *here = rf_window_here();
+	const int depth = here->depth;
 
-	rf_loader_gate_forked();
 	rf_window_shut();
 	trim_list(&rf_engine);
-	unblock_signals(depth);
+	unblock_signals(here, depth);
 }
 
 static void child(void)
 {
-	const int depth = here.depth;
+	struct rf_own_forks *here;
+	int depth;
 
 	rf_engine.unwiped = 0;
 	/* rf_notice_child() would read the wiped page first, which is a page fault more. */
 	(void)rf_become_child();
 	/* This fork is over. An outer one may go on here, for which no list was made. */
-	here.depth--;
-	here.prepared = false;
+	here = rf_window_here();
+	depth = here->depth--;
+	here->prepared = false;
 	/* A call that was interrupted goes on in this child, and closes its own descriptors. */
-	if (!rf_lock_is_mine(&rf_engine.lock) && rf_sys_inherits_transients(here.transients))
+	if (!rf_lock_is_mine(&rf_engine.lock) && rf_sys_inherits_transients(here->transients))
 		rf_open_files_close_transients();
 	if (rf_has_hooks())
 		rf_hooks.child();
@@ -172,7 +161,7 @@ static void child(void)
 	/* After descriptor 2 may have been replaced. A child of clone() may share the actions. */
 	rf_child_fault_tell_refused(&rf_engine.list.refused);
 	(void)rf_child_fault_arm();
-	unblock_signals(depth);
+	unblock_signals(here, depth);
 }
 
 /*
@@ -200,10 +189,11 @@ static void install(void)
 static enum rf_child_of child_of(void)
 {
 	const struct rf_engine *engine = &rf_engine;
+	const struct rf_own_forks *here = rf_window_here();
 
-	if (!here.depth)
+	if (!here->depth)
 		return RF_CHILD_OF_CLONE;
-	if (!here.prepared)
+	if (!here->prepared)
 		return RF_CHILD_UNPREPARED;
 	/* Another thread may have been in the middle of a release. */
 	return engine->lock.word || engine->list.version != engine->tracker.ranges.version
@@ -237,7 +227,7 @@ bool rf_become_child(void)
 	rf_child_list_apply(&engine->list, child_of());
 	engine->generation++;
 	engine->registry.inherited = engine->registry.last_serial;
-	__atomic_store_n(&rf_window.forks, 0, __ATOMIC_RELAXED);
+	rf_window_child();
 	if (rf_lock_is_mine(&engine->lock)) {
 		engine->clear_when_left = true;
 	} else {

@@ -9,8 +9,6 @@
 /* How often the loader has been entered, and not left. */
 static int inside;
 static __thread int inside_here __attribute__((tls_model("initial-exec")));
-/* Forks that this thread has under way: another library's fork handler has called. */
-static __thread int forks_here __attribute__((tls_model("initial-exec")));
 
 /* Sleep a moment. False: so many seconds have passed since @began. */
 static bool rest(uint64_t began, unsigned int seconds)
@@ -22,8 +20,10 @@ static bool rest(uint64_t began, unsigned int seconds)
 /* First say that it is entered, then look for forks: a fork does it the other way round. */
 static bool enter(bool regardless)
 {
+	/* Another library's fork handler may have called: forks of this thread do not count. */
 	__atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
-	if (__atomic_load_n(&rf_window.forks, __ATOMIC_SEQ_CST) > forks_here && !regardless) {
+	if (__atomic_load_n(&rf_window.forks, __ATOMIC_SEQ_CST) > rf_window_here()->depth &&
+	    !regardless) {
 		__atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
 		return false;
 	}
@@ -55,7 +55,6 @@ void rf_loader_gate_fork(void)
 {
 	uint64_t began;
 
-	forks_here++;
 	if (__atomic_load_n(&inside, __ATOMIC_SEQ_CST) <= inside_here)
 		return;
 	began = rf_sys_now();
@@ -63,15 +62,7 @@ void rf_loader_gate_fork(void)
 		;
 }
 
-void rf_loader_gate_forked(void)
-{
-	/* In a child that goes on from the middle of a fork there is none. */
-	if (forks_here)
-		forks_here--;
-}
-
 void rf_loader_gate_child(void)
 {
-	forks_here = 0;
 	__atomic_store_n(&inside, inside_here, __ATOMIC_SEQ_CST);
 }

@@ -21,8 +21,6 @@ void rf_loader_gate_leave(void);
 
 /* In the prepare handler, with the window open: until no other thread is in the loader. */
 void rf_loader_gate_fork(void);
-/* In the parent handler. */
-void rf_loader_gate_forked(void);
 
 /* In a child, as it is noticed. */
 void rf_loader_gate_child(void);

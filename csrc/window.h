@@ -2,19 +2,38 @@
 /*
  * The forks under way: each is in the window from its prepare handler to its parent handler.
  * Atomic, and of no lock: a registration reads it under the engine's, the gate of the loader
- * under none.
+ * under none. Of its own forks a thread knows more, and so does the child of one.
+ *
+ * After a fork the first store to a page copies it, which takes a twentieth of a small
+ * process's fork. So the first thread that forks, which is mostly the only one, has its forks
+ * here, beside the engine's other words, and each other thread in a variable of its own.
  */
 #ifndef RF_WINDOW_H
 #define RF_WINDOW_H
 
+#include "lock.h"
 #include "rdmafork.h"
 
 #include <stdbool.h>
+
+/*
+ * Of one thread: a signal handler may fork in another library's fork handler. A child has its
+ * thread's.
+ */
+struct rf_own_forks {
+	int depth;		/* its forks under way */
+	bool prepared;		/* the child list is of the last of them */
+	uint64_t transients;	/* rf_sys_transients() when it was prepared */
+	int blocked_at;		/* the depth of the fork that has blocked signals; 0: none has */
+	uint64_t blocked;	/* those that it has */
+};
 
 struct rf_window {
 	int forks;		/* under way */
 	uint64_t begun;		/* ever; counted with the window open */
 	unsigned int patience;	/* seconds a fork waits, and others wait for one */
+	uint64_t first;		/* the thread that has forked first; 0: none yet */
+	struct rf_own_forks of_first;
 };
 
 /* Hidden: each registration reads it, and needs no look at where it is. */
@@ -30,9 +49,14 @@ static inline bool rf_window_is_open(void)
 	return rf_window_forks();
 }
 
-/* In a prepare handler. */
-void rf_window_open(void);
+/* This thread's. */
+struct rf_own_forks *rf_window_here(void);
+
+/* In a prepare handler: this thread's, with one more fork under way, which is not prepared. */
+struct rf_own_forks *rf_window_open(void);
 /* In a parent handler. A child that was made in the window goes on from there, with its own. */
 void rf_window_shut(void);
+/* In a child, as it is noticed: the forks of its parent's other threads are not under way here. */
+void rf_window_child(void);
 
 #endif

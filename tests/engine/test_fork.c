@@ -264,7 +264,7 @@ static void each_process_of_nested_forks_gives_pages_back(void)
 static void prepare_anothers_fork(void)
 {
 	early = check_register(early_memory + CHECK_HUGE + 100, 64, RF_HELD);
-	rf_window_open();
+	__atomic_add_fetch(&rf_window.forks, 1, __ATOMIC_SEQ_CST);
 	CHECK(rf_enter(RF_FORKING) == 0);
 	rf_prefork(&rf_engine.tracker, &rf_engine.registry, &rf_engine.list);
 	rf_leave();
@@ -285,7 +285,7 @@ static void a_fork_amid_another_gives_back_the_pages_that_one_marks(void)
 		signal(SIGSEGV, SIG_DFL);
 		_exit(early_memory[CHECK_HUGE]);
 	}
-	rf_window_shut();
+	__atomic_sub_fetch(&rf_window.forks, 1, __ATOMIC_SEQ_CST);
 	CHECK(check_flags(early_memory + CHECK_HUGE) & CHECK_DC);
 	CHECK(check_wait(child) == 7);
 	check_release(early);

@@ -277,6 +277,39 @@ static void an_interrupted_fork_still_times_out(void)
 	fork_while_the_engine_is_held(0);
 }
 
+static void *fork_amid_the_main_thread_s(void *unused)
+{
+	pid_t child = fork();
+
+	CHECK(child >= 0);
+	if (!child) {
+		CHECK(rf_window.first == rf_lock_self() && !rf_window.forks);
+		CHECK(!rf_window_here()->depth);
+		check_works();
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
+	CHECK(rf_window.first != rf_lock_self() && !rf_window_here()->depth);
+	return unused;
+}
+
+/* A thread that such a child starts may get the address of one that was forking in its parent. */
+static void a_child_of_another_thread_has_no_forks_of_the_first(void)
+{
+	pthread_t thread;
+
+	check_start(check_best_mode());
+	check_fork();
+	CHECK(rf_window.first == rf_lock_self());
+	/* As in another library's handler. */
+	rf_window_open();
+	CHECK(!pthread_create(&thread, NULL, fork_amid_the_main_thread_s, NULL));
+	CHECK(!pthread_join(thread, NULL));
+	CHECK(rf_window_here()->depth == 1);
+	rf_window_shut();
+	check_works();
+}
+
 static bool came_back;
 
 static void list_some(void)
@@ -530,6 +563,7 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(threads_fork_and_register_lazily),
 		SCENARIO(threads_fork_and_register_eagerly),
+		SCENARIO(a_child_of_another_thread_has_no_forks_of_the_first),
 		SCENARIO(a_raw_child_waits_for_no_thread_of_its_parent),
 		SCENARIO(a_fork_waits_for_the_engine_but_not_for_ever),
 		SCENARIO(a_fork_that_cannot_sleep_still_times_out),

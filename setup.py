@@ -16,12 +16,12 @@ MODULES = sorted(glob("rdmafork/*.pyx") + glob("benchmarks/*.pyx"))
 SOURCES = sorted(glob("csrc/*.c")) + sorted(glob("csrc/preload/*.c"))
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/*.map") + glob("rdmafork/*.pxd"))
 # What the environment says comes after these. Not the flags Python was built with: the library
-# knows nothing of Python.
+# knows nothing of Python. Code and constants share a mapping, as a fork copies each one.
 COMMAND = (
     "{CC} -std=gnu11 -O2 -DNDEBUG -Icsrc -fPIC -pthread -fvisibility=hidden "
     "-Wall -Wextra -Wshadow -Werror=implicit-function-declaration {CPPFLAGS} {CFLAGS} "
     "-shared -Wl,-soname,librdmafork.so -Wl,--version-script=csrc/librdmafork.map "
-    "-Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,nodelete -Wl,-z,now {LDFLAGS}"
+    "-Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,nodelete -Wl,-z,now -Wl,-z,noseparate-code {LDFLAGS}"
 )
 UNSET = {"CC": sysconfig.get_config_var("CC"), "CPPFLAGS": "", "CFLAGS": "", "LDFLAGS": ""}
 # For the modules, $CFLAGS take the place of what Python was built with, which optimizes.

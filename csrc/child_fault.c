@@ -12,7 +12,8 @@ struct kept {
 };
 
 static bool chosen = true;
-static struct kept kept[RF_KEPT]; /* the last fork's first */
+static struct kept kept[RF_KEPT];
+static unsigned int latest; /* in the ring of these, the last fork's; older ones follow */
 static struct rf_file error_output;
 /* The action that ours replaced last, and the one that it replaced first in this process tree. */
 static struct sigaction before, first;
@@ -40,36 +41,37 @@ void rf_child_fault_choose(bool explain)
 void rf_child_fault_keep(struct rf_child_list *list, struct rf_registry *registry, bool torn)
 {
 	struct rf_areas *areas = chosen ? rf_child_list_take(list) : NULL;
-	struct kept *last = &kept[RF_KEPT - 1];
+	struct kept *last;
 
 	if (!areas)
 		return;
+	latest = (latest + RF_KEPT - 1) % RF_KEPT;
+	last = &kept[latest];
 	if (last->areas) {
 		rf_sys_unmap(last->areas, last->areas->mapped);
 		rf_memory_free(&last->slots);
 		rf_memory_free(&last->origins);
 	}
-	memmove(kept + 1, kept, sizeof(kept) - sizeof(*kept));
-	kept[0] = (struct kept){ .areas = areas };
+	*last = (struct kept){ .areas = areas };
 	if (!torn)
-		kept[0].touched = rf_registry_take_tables(registry, &kept[0].slots,
-							  &kept[0].origins);
+		last->touched = rf_registry_take_tables(registry, &last->slots, &last->origins);
 }
 
 /* ---- One line, made by hand: no printf() in a signal handler ---- */
 
-struct line {
+/* A process says one at a time, and the stack of its signal handler may be the smallest. */
+static struct {
 	size_t nbytes;
 	char text[768];
-};
+} line;
 
-static void put(struct line *line, const char *text)
+static void put(const char *text)
 {
-	while (*text && line->nbytes < sizeof(line->text))
-		line->text[line->nbytes++] = *text++;
+	while (*text && line.nbytes < sizeof(line.text))
+		line.text[line.nbytes++] = *text++;
 }
 
-static void put_number(struct line *line, uint64_t number, unsigned int base)
+static void put_number(uint64_t number, unsigned int base)
 {
 	char digits[24], *at = digits + sizeof(digits) - 1;
 
@@ -77,49 +79,47 @@ static void put_number(struct line *line, uint64_t number, unsigned int base)
 	do
 		*--at = "0123456789abcdef"[number % base];
 	while (number /= base);
-	put(line, at);
+	put(at);
 }
 
-static void put_address(struct line *line, uintptr_t address)
+static void put_address(uintptr_t address)
 {
-	put(line, "0x");
-	put_number(line, address, 16);
+	put("0x");
+	put_number(address, 16);
 }
 
 /* A reader that does not read must not make a child hang. */
-static void say(const struct line *line)
+static void say(void)
 {
 	if (rf_sys_is_writable(2) > 0)
-		(void)rf_sys_write(2, line->text, line->nbytes);
+		(void)rf_sys_write(2, line.text, line.nbytes);
 }
 
 void rf_child_fault_tell_refused(const struct rf_refused *refused)
 {
-	static struct line line; /* the stack may be the smallest */
-
 	if (rf_likely(!refused->error) || !chosen)
 		return;
 	line.nbytes = 0;
-	put(&line, "rdmafork: process ");
-	put_number(&line, (uint64_t)rf_sys_pid(), 10);
-	put(&line, refused->mapped		      ? " cannot protect its copy of "
-		   : refused->finds == RF_FINDS_ZEROS ? " cannot get its zeros at "
-						      : " cannot get its copy of ");
-	put_address(&line, refused->start);
-	put(&line, "-");
-	put_address(&line, refused->end);
+	put("rdmafork: process ");
+	put_number((uint64_t)rf_sys_pid(), 10);
+	put(refused->mapped		       ? " cannot protect its copy of "
+	    : refused->finds == RF_FINDS_ZEROS ? " cannot get its zeros at "
+					       : " cannot get its copy of ");
+	put_address(refused->start);
+	put("-");
+	put_address(refused->end);
 	if (refused->error == -EEXIST) {
-		put(&line, ": other memory is already mapped there, perhaps by the fork handler of "
-			   "a library that was loaded earlier.\n");
+		put(": other memory is already mapped there, perhaps by the fork handler of "
+		    "a library that was loaded earlier.\n");
 	} else {
-		put(&line, refused->mapped ? ": the kernel refuses it, error "
-					   : ": the kernel refuses to map them, error ");
-		put_number(&line, (uint64_t)-refused->error, 10);
-		put(&line, refused->mapped ? ". This child can write to these pages, and execute "
-					     "nothing there.\n"
-					   : ". This child does not have these pages.\n");
+		put(refused->mapped ? ": the kernel refuses it, error "
+				    : ": the kernel refuses to map them, error ");
+		put_number((uint64_t)-refused->error, 10);
+		put(refused->mapped ? ". This child can write to these pages, and execute "
+				      "nothing there.\n"
+				    : ". This child does not have these pages.\n");
 	}
-	say(&line);
+	say();
 }
 
 /* The registration of @address; where several overlap, one that omits the pages. */
@@ -134,49 +134,49 @@ static const struct rf_slot *find_slot(const struct kept *from, uintptr_t addres
 	return found;
 }
 
-static void put_registration(struct line *line, const struct kept *from, const struct rf_slot *slot)
+static void put_registration(const struct kept *from, const struct rf_slot *slot)
 {
 	static const char *const calls[RF_FROM / RF_FROM_REGISTER + 1] = {
-		"rf_register()",     "rdmafork.register()",	    "rdmafork.register_address()",
+		"rf_register()", "rdmafork.register()", "rdmafork.register_address()",
 		"rdmafork.Buffer()", "ProtectionDomain.register()", "libibverbs"
 	};
 	const struct rf_origin *origin = from->origins.items;
 	const uint32_t index = (uint32_t)(slot - (const struct rf_slot *)from->slots.items);
 	const char *call = calls[(slot->flags & RF_SLOT_FROM) / (RF_FROM_REGISTER << 1)];
 
-	put(line, " (");
-	put_number(line, slot->end - slot->start, 10);
-	put(line, " bytes) with ");
-	put(line, call ? call : calls[0]);
+	put(" (");
+	put_number(slot->end - slot->start, 10);
+	put(" bytes) with ");
+	put(call ? call : calls[0]);
 	if (index < from->origins.capacity && origin[index].serial == slot->serial) {
-		put(line, " at ");
-		put(line, origin[index].where);
+		put(" at ");
+		put(origin[index].where);
 	}
 }
 
-static void put_all(struct line *line, const struct kept *from, const struct rf_area *area,
+static void put_all(const struct kept *from, const struct rf_area *area,
 		    uintptr_t address)
 {
 	const struct rf_slot *slot = find_slot(from, address);
 	const unsigned int kind = slot ? (slot->flags & RF_SLOT_FROM) >> 1 : RF_FROM_LIBIBVERBS;
 
-	line->nbytes = 0;
-	put(line, "rdmafork: process ");
-	put_number(line, (uint64_t)rf_sys_pid(), 10);
-	put(line, " touched ");
-	put_address(line, address);
-	put(line, slot ? ": its parent registered " : ": its parent registered pages in ");
-	put_address(line, slot ? slot->start : area->start);
-	put(line, "-");
-	put_address(line, slot ? slot->end : area->end);
+	line.nbytes = 0;
+	put("rdmafork: process ");
+	put_number((uint64_t)rf_sys_pid(), 10);
+	put(" touched ");
+	put_address(address);
+	put(slot ? ": its parent registered " : ": its parent registered pages in ");
+	put_address(slot ? slot->start : area->start);
+	put("-");
+	put_address(slot ? slot->end : area->end);
 	if (slot)
-		put_registration(line, from, slot);
-	put(line, ", so this child does not have that memory. If a child needs it: use shared "
-		  "memory, ");
+		put_registration(from, slot);
+	put(", so this child does not have that memory. If a child needs it: use shared "
+	    "memory, ");
 	if (kind != RF_FROM_LIBIBVERBS)
-		put(line, kind ? "register with on_fork=\"wipe\" or \"keep\", "
-			       : "register with RF_WIPE or RF_KEEP, ");
-	put(line, "or copy it before fork().\n");
+		put(kind ? "register with on_fork=\"wipe\" or \"keep\", "
+			 : "register with RF_WIPE or RF_KEEP, ");
+	put("or copy it before fork().\n");
 }
 
 /* ---- The handler ---- */
@@ -210,19 +210,22 @@ static bool is_missing(bool reserved, uintptr_t address, const siginfo_t *info)
 
 static void explain(const siginfo_t *info)
 {
-	static struct line line; /* the stack may be the smallest */
 	const uintptr_t address = (uintptr_t)info->si_addr;
 	const struct rf_area *area = NULL;
-	size_t i;
+	const struct kept *from = NULL;
+	unsigned int i;
 
-	for (i = 0; i < RF_KEPT && kept[i].areas && !area; i++)
-		area = find_area(kept[i].areas, address);
-	if (!area || !is_missing(area->reserved && !kept[i - 1].areas->cloned, address, info))
+	for (i = 0; i < RF_KEPT && !area; i++) {
+		from = &kept[(latest + i) % RF_KEPT];
+		if (from->areas)
+			area = find_area(from->areas, address);
+	}
+	if (!area || !is_missing(area->reserved && !from->areas->cloned, address, info))
 		return;
 	if (!rf_sys_is_still(2, &error_output))
 		return;
-	put_all(&line, &kept[i - 1], area, address);
-	say(&line);
+	put_all(from, area, address);
+	say();
 }
 
 static void on_fault(int signo, siginfo_t *info, void *context);
@@ -311,7 +314,7 @@ int rf_child_fault_arm(void)
 {
 	struct sigaction ours = { .sa_sigaction = on_fault }, now;
 
-	if (!kept[0].areas || rf_sys_identify(2, &error_output) < 0 ||
+	if (!kept[latest].areas || rf_sys_identify(2, &error_output) < 0 ||
 	    rf_sys_action(SIGSEGV, NULL, &now) < 0)
 		return 0;
 	__atomic_store_n(&told, 0, __ATOMIC_RELAXED);

@@ -7,6 +7,8 @@
 
 /* Less than this is kept from fork to fork: faulting it in anew takes as long as copying it. */
 #define TRIMMED ((size_t)16 << 20)
+/* The largest base page. */
+#define FIRST_BYTES ((size_t)64 << 10)
 /* From this size on a transparent huge page, a seventh of the time, is worth a system call. */
 #define HUGE ((size_t)2 << 20)
 
@@ -26,7 +28,7 @@ static size_t header(uint64_t areas)
 static int grow(struct rf_areas **areas, size_t needed)
 {
 	struct rf_areas *old = *areas, *larger;
-	size_t mapped = old ? old->mapped : 64 * (size_t)1024;
+	size_t mapped = old ? old->mapped : FIRST_BYTES;
 	void *memory;
 
 	if (old && old->mapped >= needed)
@@ -576,7 +578,9 @@ void rf_child_list_apply(struct rf_child_list *list, enum rf_child_of how)
 	/* Before anything takes VMAs. The second pass may find VMAs that the first has freed. */
 	if (keep_wiped(areas))
 		(void)keep_wiped(areas);
-	areas->cloned = how == RF_CHILD_OF_CLONE;
+	/* Nothing is written that does not change: the child would copy the page. */
+	if (areas->cloned != (how == RF_CHILD_OF_CLONE))
+		areas->cloned = how == RF_CHILD_OF_CLONE;
 	if (areas->cloned)
 		return;
 	/* The kernel may have too few VMAs for both. */
@@ -638,17 +642,21 @@ struct rf_areas *rf_child_list_take(struct rf_child_list *list)
 
 void rf_child_list_clear(struct rf_child_list *list)
 {
-	struct rf_areas *shown = list->shown, *spare = list->spare;
+	struct rf_areas *shown = list->shown;
 
 	__atomic_store_n(&list->shown, NULL, __ATOMIC_RELEASE);
-	list->spare = NULL;
+	/* In a child that was made as they changed places, both are one. */
+	if (list->spare == shown)
+		list->spare = NULL;
 	list->version = UINT64_MAX;
 	__atomic_store_n(&list->mapped_anew, false, __ATOMIC_RELAXED);
 	list->room = 0;
 	list->room_bytes = 0;
-	if (spare)
-		rf_sys_unmap(spare, spare->mapped);
-	/* In a child that was made as they changed places, both are one. */
-	if (shown && shown != spare)
+	if (shown)
 		rf_sys_unmap(shown, shown->mapped);
+	/* A small one is of use yet, and a system call takes a child longer than the pages. */
+	if (list->spare && list->spare->mapped > FIRST_BYTES) {
+		rf_sys_unmap(list->spare, list->spare->mapped);
+		list->spare = NULL;
+	}
 }

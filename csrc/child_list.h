@@ -122,7 +122,7 @@ uint64_t rf_child_list_bytes(const struct rf_child_list *list);
  */
 struct rf_areas *rf_child_list_take(struct rf_child_list *list);
 
-/* Show nothing, and give the memory back. */
+/* Show nothing, and give the memory back, but for a little. */
 void rf_child_list_clear(struct rf_child_list *list);
 
 #endif

@@ -21,6 +21,8 @@
 
 static struct {
 	bool on;
+	/* Each taken by one store, then written by the thread that made it. */
+	uint32_t warnings;
 	struct rf_file error_output;
 	char path[4096], rank[64], exec_pid[16], failure[64 + RF_STRERROR_SIZE], inherited[192];
 	pid_t ppid;		/* as it began: at the exit it may be init's child */
@@ -33,8 +35,6 @@ static struct {
 		uint64_t unread;	/* looks at which /proc could not be read */
 		bool device_without_libibverbs;	/* one is open, and no libibverbs was found */
 	} process;
-	/* Each taken by one store, then written by the thread that made it. */
-	uint32_t warnings;
 	struct warning {
 		uint32_t written;
 		char text[sizeof(((struct rf_error *)0)->text)];

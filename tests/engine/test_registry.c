@@ -4,6 +4,7 @@
 #include "registry.h"
 
 #include <time.h>
+#include <unistd.h>
 
 #define LIVE 600
 #define DEAD 4096
@@ -211,6 +212,21 @@ static double time_of_pairs(unsigned long pairs)
 	return seconds() - from;
 }
 
+/* A fork copies the page tables of small pages. */
+static void many_slots_lie_in_huge_pages(void)
+{
+	size_t i;
+
+	rf_registry_init(&registry);
+	take();
+	CHECK(!(check_flags(registry.slots.items) & CHECK_HG));
+	for (i = 0; i < 300000; i++)
+		take();
+	if (access("/sys/kernel/mm/transparent_hugepage", F_OK))
+		check_skip("no transparent huge pages");
+	CHECK(check_flags(registry.slots.items) & CHECK_HG);
+}
+
 static void a_pair_costs_the_same_with_a_million_live(void)
 {
 	unsigned long pairs = check_scale(1000000), many = check_scale(1000000), i;
@@ -233,6 +249,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_stale_handle_never_names_the_slots_new_owner),
 		SCENARIO(bytes_are_counted_in_whole_pages),
 		SCENARIO(the_list_keeps_its_order_whatever_leaves_it),
+		SCENARIO(many_slots_lie_in_huge_pages),
 		SCENARIO(a_pair_costs_the_same_with_a_million_live),
 	};
 

@@ -22,7 +22,7 @@ SOAK := build/ctest/debug/soak
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 PREFIX ?= /usr/local
 LIBDIR ?= $(PREFIX)/lib
-# What programs are linked with: nothing, RPATH=, where the loader searches LIBDIR by itself.
+# Programs are linked with this; with nothing, RPATH=, where the loader searches LIBDIR by itself.
 RPATH ?= -Wl,-rpath,$${libdir}
 SECONDS := 60
 HOURS ?= 1
@@ -60,9 +60,9 @@ check: build	## a minute of the tests and of lint, for an edit
 		PYTHON_TREES='$(call changed,*.py *.pyi)' CYTHON='$(call changed,*.pyx *.pxd)'
 	@$(BIN)/python tests/tools/layers.py >/dev/null
 
-# How much of the random and the volume tests; without make, and in .ci/run, it is all.
+# The share of the random and the volume tests; without make, and in .ci/run, it is 1.
 test: export SCALE ?= 0.2
-# In the order that tests/conftest.py gives the files: those that take longest come first.
+# tests/conftest.py gives the files their order: the longest come first.
 test: build ctest $(SOAK)	## the engine's tests, then pytest $(PYTEST_ARGS), a process a core; all random rounds with SCALE=1
 	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
@@ -70,9 +70,9 @@ FREE := build/freethreaded
 FREE_PYTHON := $(FREE)/$(FREETHREADED)/bin/python3
 # Its modules lie beside the others, by other names; the library is the same, byte for byte.
 # No PYTHON_GIL=0: a module that turned the GIL on would be an error, as all warnings are.
-# Then again in four threads at once what is listed: tests that own, or only read, all they touch.
-# Others fork, or count what the whole process has. The list is our own and not a plugin's, as most
-# tests have a process of their own, and there the threads have to be.
+# Then the listed tests again, in four threads at once: they own, or only read, all they touch.
+# Others fork, or count resources of the whole process. No plugin does it, as most tests have a
+# process of their own, and the threads have to be there.
 test-freethreaded: $(FREE_PYTHON)	## pytest $(PYTEST_ARGS) on CPython $(FREETHREADED) without the GIL, built from Debian's source
 	@PIP_PREFER_BINARY=1 $(MAKE) --no-print-directory VENV=$(FREE)/venv-$(FREETHREADED) PYTHON=$< build
 	@$(FREE)/venv-$(FREETHREADED)/bin/python -X dev -m pytest $(PYTEST_ARGS)
@@ -102,10 +102,10 @@ PUBLISHED_LINK := $(shell sed -n 's/^LDFLAGS = "\(.*\)"/\1/p' pyproject.toml)
 FLAGS = CFLAGS='$(PUBLISHED) $(CFLAGS)' LDFLAGS='$(PUBLISHED_LINK) $(LDFLAGS)'
 INSTALL = $(FLAGS) $(BIN)/python -m pip install -q --disable-pip-version-check
 EDITABLE := -e '.[dev,test]'
-# `pip install .` builds in build/ too, with other flags: what it made is not taken for ours.
+# `pip install .` builds in build/ too, with other flags: its objects are not taken for ours.
 REBUILD = $(FLAGS) $(BIN)/python setup.py -q build_ext --inplace -b build/inplace -t build/inplace
 
-# The first time, and when the metadata has changed, pip; else what has changed is rebuilt.
+# pip the first time, and when the metadata has changed; else only changed sources are rebuilt.
 $(BUILT): pyproject.toml setup.py $(SOURCES) $(HEADERS) $(MODULES) | $(BIN)/python
 	@$(if $(filter pyproject.toml setup.py,$?),$(INSTALL) $(EDITABLE),$(REBUILD))
 	@touch $@
@@ -116,7 +116,7 @@ $(PAGES): pyproject.toml | $(BUILT)
 	@$(INSTALL) 'rdmafork[bench,docs]'
 	@touch $@
 
-# All anew, as what the pages show is of the whole tree. What needs no network is all there is.
+# All pages anew, as they show the whole tree. Nothing here needs a network.
 docs: $(BUILT) $(PAGES)	## the documentation, in build/docs/html; a warning is an error
 	@$(BIN)/python -m rdmafork.benchmarks $(RESULTS)/*.json build/figures >/dev/null
 	@$(BIN)/sphinx-build -q -E -W -n --keep-going -d build/docs/doctrees docs build/docs/html

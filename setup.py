@@ -12,11 +12,12 @@ from setuptools.modified import newer_group
 
 LIBRARY = "rdmafork.librdmafork"
 MODULES = sorted(glob("rdmafork/*.pyx") + glob("benchmarks/*.pyx"))
-# The engine first, so that what it writes to at a fork is on few pages.
+# The engine comes first, so that its data, which a fork writes to, is on few pages.
 SOURCES = sorted(glob("csrc/*.c")) + sorted(glob("csrc/preload/*.c"))
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/*.map") + glob("rdmafork/*.pxd"))
-# What the environment says comes after these. Not the flags Python was built with: the library
-# knows nothing of Python. Code and constants share a mapping, as a fork copies each one.
+# Flags of the environment come after these. The flags that Python was built with do not come at
+# all: the library knows nothing of Python.
+# Code and constants share a mapping, as each mapping costs a fork time.
 COMMAND = (
     "{CC} -std=gnu11 -O2 -DNDEBUG -Icsrc -fPIC -pthread -fvisibility=hidden "
     "-Wall -Wextra -Wshadow -Werror=implicit-function-declaration {CPPFLAGS} {CFLAGS} "
@@ -24,7 +25,7 @@ COMMAND = (
     "-Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,nodelete -Wl,-z,now -Wl,-z,noseparate-code {LDFLAGS}"
 )
 UNSET = {"CC": sysconfig.get_config_var("CC"), "CPPFLAGS": "", "CFLAGS": "", "LDFLAGS": ""}
-# For the modules, $CFLAGS take the place of what Python was built with, which optimizes.
+# For the modules, $CFLAGS replace the flags that Python was built with, which optimize.
 OPTIMIZE = [] if "-O" in os.environ.get("CFLAGS", "-O") else ["-O3"]
 # For `make coverage`: the modules tell coverage.py of each line, in code without the GIL too.
 TRACED = "RDMAFORK_LINETRACE" in os.environ
@@ -38,7 +39,7 @@ class build(build_ext):
         self.parallel = None  # the library comes first
         # coverage.py finds lines in the C beside a module's source.
         self.cython_c_in_temp = not TRACED
-        # What threads share has a lock of its own; where there is a GIL this adds nothing.
+        # State that threads share has a lock of its own; where there is a GIL this adds nothing.
         self.cython_directives = {"freethreading_compatible": True, "linetrace": TRACED}
 
     def get_ext_filename(self, fullname):
@@ -71,5 +72,5 @@ def module(source):
 
 
 extensions = [Extension(LIBRARY, SOURCES, depends=[*HEADERS, "setup.py"]), *map(module, MODULES)]
-# Elsewhere the package installs, and says at import what it needs.
+# On other systems the package installs, and says at import that it needs Linux.
 setup(cmdclass={"build_ext": build}, ext_modules=extensions if sys.platform == "linux" else [])

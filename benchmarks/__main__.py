@@ -1,4 +1,4 @@
-"""python -m rdmafork.benchmarks FILE ... DIRECTORY: draw again what --json wrote."""
+"""python -m rdmafork.benchmarks FILE ... DIRECTORY: draw files of --json again."""
 
 import json
 import sys

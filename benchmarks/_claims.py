@@ -1,4 +1,4 @@
-"""What is claimed of rdmafork's costs, held against what this machine measures.
+"""Claims about rdmafork's costs, held against what this machine measures.
 
 python -m rdmafork.benchmarks._claims
 
@@ -48,7 +48,7 @@ class Verdict(NamedTuple):
 
 
 LEAST_MARGIN = 0.05
-# The options of both runs: what is counted rather than timed needs no second one. Minutes in all.
+# The options of both runs: counts, unlike times, need no second one. Minutes in all.
 RUNS = {
     "registration": (["--sizes", "4096", "2097152"], ["--quick"]),
     "fork_latency": (["--quick", "--pages", "base"],) * 2,
@@ -60,7 +60,7 @@ LAZY, EAGER = {"line": "rdmafork lazy"}, {"line": "rdmafork eager"}
 PAIR, LIBIBVERBS = {"line": "madvise"}, {"line": "libibverbs"}
 NEW, MILLION = {"situation": "new"}, {"layout": "isolated", "live": 1_000_000}
 PINNED = {"pages": "base", "buffer_bytes": 256 << 20}
-# Of each shape and each way of rdmafork's, and what is to hold.
+# Of each shape and each way of rdmafork's, and the bound.
 NO_CLIFFS = {
     "fork_times": ("fork(), to that without rdmafork", 2),
     "child_times": ("until it returns in the child, to that without", 3),
@@ -212,7 +212,7 @@ CLAIMS = (
 
 
 def values(claim: Claim, document: Document) -> Iterator[tuple[float, float]]:
-    """(the value, the spread of what it is made of) of each row of ours."""
+    """(the value, the spread of its samples) of each row of ours."""
     parameters = _harness.load(claim.benchmark).PARAMETERS
     for row in selected(document["rows"], claim.measure, claim.ours):
         ours = row[claim.measure]
@@ -245,7 +245,7 @@ def judged(claim: Claim, documents: list[Document]) -> Verdict:
         return Verdict(claim, least, LEAST_MARGIN)
     apart = most / least - 1 if least > 0 else 0
     noise = max(apart, *(spread for _, spread in seen))
-    # What is counted has no noise, and no margin.
+    # Counts have no noise, and no margin.
     return Verdict(claim, least, max(LEAST_MARGIN, 2 * noise) if noise else 0)
 
 

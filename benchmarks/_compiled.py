@@ -1,4 +1,4 @@
-"""C that is compiled where it is needed: what no Python can stand for."""
+"""Programs in C, compiled where they are needed: no Python can stand for them."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""What the machine is: in every result, as no figure means much without it."""
+"""Facts about the machine: in every result, as no figure means much without them."""
 
 import mmap
 import os
@@ -29,7 +29,7 @@ def _cpu() -> str:
 
 
 def _mitigations() -> dict[str, str]:
-    """Of what affects this CPU: they are most of a system call's price."""
+    """Mitigations of this CPU's vulnerabilities: they are most of a system call's price."""
     if not MITIGATIONS.is_dir():
         return {}
     states = {path.name: _read(path) or "" for path in sorted(MITIGATIONS.iterdir())}
@@ -45,7 +45,7 @@ def _libibverbs() -> dict[str, Any] | None:
 
 
 def _compiler() -> str | None:
-    """What GCC and clang leave in the section .comment of what they make."""
+    """The names that GCC and clang leave in the section .comment."""
     library = Path(rdmafork.get_library()).read_bytes()
     start = library.rfind(b"GCC: (")
     return library[start : library.index(b"\0", start)].decode() if start >= 0 else None

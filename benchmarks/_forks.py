@@ -49,7 +49,7 @@ class Worker:
         self._returned = mmap.mmap(-1, PAGE)  # shared: when fork() returned in the child
 
     def hold(self, **described: Any) -> None:
-        """Map, touch and pin what a situation wants."""
+        """Map, touch and pin the memory of a situation."""
         wanted = Situation(**described)
         try:
             self._memory = memory = mapped(wanted)
@@ -81,7 +81,7 @@ class Worker:
                 **self._weigh(),
             }
         finally:
-            # Where one of them could not be registered, those before it.
+            # Where one of them could not be registered, the ones before it.
             for span, registered in zip(self._spans, held, strict=False):
                 self._peer.release(*span, registered)
 

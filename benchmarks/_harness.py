@@ -1,7 +1,7 @@
-"""What every benchmark has in common: its command line, its JSON, the running of it.
+"""The part that all benchmarks have in common: the command line, the JSON, the running.
 
 A benchmark is a module of this package whose docstring asks its question in the first line, gives
-the command in the second paragraph and tells then what is done and who the peers are, by their
+the command in the second paragraph, and describes then the measurement and the peers, by their
 names in _peers.py. It has
 
     PARAMETERS   the keys that, with "line", tell its rows apart; the last goes across a table
@@ -157,11 +157,11 @@ def write(documents: list[Document], file: str) -> None:
 
 
 def ready(options: argparse.Namespace) -> None:
-    """NoPlots or OSError where what is asked for cannot be drawn or written."""
+    """NoPlots or OSError where the figures asked for cannot be drawn or written."""
     if options.plot:
         require()
         options.plot.mkdir(parents=True, exist_ok=True)
-    # Who reads a pipe would take its closing for the end.
+    # The reader of a pipe would take its closing for the end.
     if options.json not in (None, "-") and not Path(options.json).is_fifo():
         with open(options.json, "a"):
             pass
@@ -173,7 +173,7 @@ def run_all(
     options: argparse.Namespace,
     prog: str = "rdmafork bench",
 ) -> int:
-    """Run these benchmarks, show, draw and write what they say. The exit status."""
+    """Run these benchmarks, show, draw and write their results. The exit status."""
     documents, failed = [], False
     try:
         ready(options)  # before minutes of measuring

@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
-"""What benchmarks time that Python would slow down, beside the loops of rdmafork/_clocks.pyx."""
+"""Loops that benchmarks time and Python would slow down, beside those of rdmafork/_clocks.pyx."""
 
 import os
 

@@ -33,7 +33,7 @@ class Counted:
         self._make, self._settings, self._request = make, settings, request
 
     def into(self, row: dict[str, Any], times: int, wanted: Iterable[str]) -> Skips:
-        """Counts these, "instructions" or "system_calls", into a row. What could not be counted."""
+        """Counts these, "instructions" or "system_calls", into a row. Returns those it lacks."""
         skipped: Skips = []
         for measured in wanted:
             count = self.instructions if measured == "instructions" else self.system_calls
@@ -45,7 +45,7 @@ class Counted:
         return skipped
 
     def _run(self, counter: list[str], times: int) -> str:
-        """What a counter says of one run, on its standard error. Raises Skipped."""
+        """A counter's output about one run, on its standard error. Raises Skipped."""
         try:
             done = subprocess.run(
                 [*counter, *command(self._make, self._settings, self._request | {"times": times})],

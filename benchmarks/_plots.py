@@ -34,7 +34,7 @@ COLOURS = {
 }
 OTHERS = ("#009E73", "#8C6D31", "#999933")
 BLACK = "#000000"
-# What a reader with a dark theme sees instead; other colours can be read on either.
+# Colours for a reader with a dark theme; other colours can be read on either.
 DARK = {
     "#ffffff": "#131416",
     "#000000": "#e4e4e4",
@@ -208,7 +208,7 @@ def label(axis: Any, ends: list[tuple[str, float, float, str]]) -> None:
 
 
 def finish(figure: Any, document: dict[str, Any], path: Path, line: str = "") -> None:
-    """Says below what was measured where, no wider than the figure, and writes it."""
+    """Adds the facts of the measurement below the figure, no wider than it, and writes it."""
     from matplotlib import pyplot
 
     what = f"medians and quartiles of {document['rounds']} rounds{line}"

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Progress:
-    """progress(done of 1, "what is under way")."""
+    """progress(done of 1, "the step under way")."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -211,12 +211,12 @@ class Bench:
             raise Skipped(error.strerror) from None
 
     def unpin(self) -> None:
-        """What the end of the process leaves pinned for a while is missing from the pool."""
+        """Pages that an ended process leaves pinned for a while are missing from the pool."""
         while self._pins:
             self._pins.pop().close()
 
     def _mark(self) -> None:
-        """What no engine can spare, where pages leave: as many as rdmafork would mark."""
+        """The cost no engine can spare, where pages are marked: of as many as rdmafork marks."""
         pages = self._memory.pages
         kernel = rdmafork.kernel_info()
         most = kernel.max_map_count // (4 if kernel.copy_on_fork_trusted else 6)

@@ -22,7 +22,7 @@ P, N = ctypes.c_void_p, ctypes.c_size_t
 libc = ctypes.CDLL(None)
 
 
-# ---- how memory is registered: what is returned is to be kept --------------------------------
+# ---- how memory is registered: the result is to be kept --------------------------------------
 
 
 def by_pyverbs(device: str, address: int, nbytes: int, _library: str) -> Any:
@@ -69,7 +69,7 @@ def until_null(pointers: Any) -> Iterator[int]:
 
 
 def by_ranges(_device: str, address: int, nbytes: int, library: str) -> Any:
-    """Without a device: what libibverbs does for fork() as it registers, and pins of io_uring."""
+    """Without a device: libibverbs' calls for fork() as it registers, and pins of io_uring."""
     from rdmafork._pins import Pins
 
     ranges = ctypes.CDLL(library)
@@ -85,7 +85,7 @@ WAYS: dict[str, Callable[[str, int, int, str], Any]] = {
 }
 
 
-# ---- what a fork costs -----------------------------------------------------------------------
+# ---- the cost of a fork ----------------------------------------------------------------------
 
 
 def private_nbytes() -> int:
@@ -110,7 +110,7 @@ def fork() -> tuple[int, int]:
 
 
 def frames(address: int, nbytes: int) -> list[int]:
-    """Where every 64th page is (all 0 for who is not root)."""
+    """The physical addresses of every 64th page; all 0 without root."""
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
         entries = os.pread(file.fileno(), nbytes // PAGE * 8, address // PAGE * 8)
     return [entry & (1 << 55) - 1 for (entry,) in struct.iter_unpack("<Q", entries)][::64]

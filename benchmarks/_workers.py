@@ -21,18 +21,18 @@ Environment = Mapping[str, str]
 Workers = dict[str, "Worker"]
 Skips = list[dict[str, Any]]
 
-# The caller's sys.path, not whatever its directory holds.
+# The caller's sys.path: without it, modules of the directory would come first.
 CODE = (
     f"import sys; sys.path[:] = sys.argv[4:]; from {__name__} import serve; serve(*sys.argv[1:4])"
 )
 
 
 class Skipped(Exception):
-    """What was asked for cannot be had on this machine, and why."""
+    """A peer or situation that this machine does not have, and why."""
 
 
 class WorkerError(Exception):
-    """A peer failed: who, at what, and how."""
+    """A peer failed: its name, the call, and the error."""
 
 
 def command(
@@ -44,7 +44,7 @@ def command(
 
 
 def environment(settings: Environment) -> dict[str, str]:
-    """The caller's, without the variables that change what is measured, and with these."""
+    """The caller's environment, without variables that change a measurement, and with these."""
     # Dictionaries laid out by chance would be a difference between two processes.
     kept = {
         name: value
@@ -102,7 +102,7 @@ def started(
 ) -> Iterator[Workers]:
     """A worker for each peer, made by make(peer=its name, **settings) in its environment.
 
-    What a peer lacks here leaves it out, and goes to skipped.
+    A peer that lacks something here is left out, and goes to skipped with the reason.
     """
     with contextlib.ExitStack() as stack:
         workers: Workers = {}
@@ -113,7 +113,7 @@ def started(
 
 
 def ask_all(workers: Workers, skipped: Skips, do: str, **arguments: Any) -> dict[str, Any]:
-    """What each answers; who cannot goes to skipped, with the arguments."""
+    """Each worker's answer; a worker that cannot goes to skipped, with the arguments."""
     answers = {}
     for peer, worker in workers.items():
         try:

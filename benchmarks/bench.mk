@@ -1,4 +1,4 @@
-# What registrations and forks cost. Included by the Makefile.
+# Benchmarks of registrations and forks. Included by the Makefile.
 
 .PHONY: bench bench-vm bench-check
 

@@ -66,7 +66,7 @@ PEERS: dict[str, Environment] = {name: way.environment for name, way in REGISTER
 ORDER = (FLOOR, MARKED, ENGINE, UNPINNED)
 MEMORY = ("base pages", "transparent huge pages")
 RUNS = 500
-FORKS = 3  # the least of so many is a sample: what is more, others took
+FORKS = 3  # the least of so many is a sample: the rest is other programs' time
 PAIRS = 50
 
 
@@ -81,7 +81,7 @@ class Bench:
         self._marked_first = False
 
     def prepare(self, memory: str, pages: int) -> None:
-        """Runs amid pages that are in nobody's way."""
+        """Runs of pages amid others that are not marked."""
         self._release()
         self._nbytes, self._stride = pages * PAGE, PAGE * max(16, 2 * pages)
         self._memory = mmap.mmap(-1, RUNS * self._stride + HUGE, flags=PRIVATE)
@@ -95,7 +95,7 @@ class Bench:
             self._pins = _pins.Pins(self._runs())
         if self._line == ENGINE:
             self._held = [(run, self._peer.register(*run)) for run in self._runs()]
-        fork_us()  # huge pages are split, and what is registered is marked
+        fork_us()  # huge pages are split, and registered pages are marked
 
     def _runs(self) -> list[tuple[int, int]]:
         return [(self._start + i * self._stride, self._nbytes) for i in range(RUNS)]
@@ -109,7 +109,7 @@ class Bench:
             self._pins = None
 
     def sample(self) -> dict[str, dict[str, float]]:
-        """{peer: what was measured}: without and with marks in one process, in either order."""
+        """{peer: its measures}: without and with marks in one process, in either order."""
         if self._line != MARKED:
             return {self._line: fork_us()}
         found = {}
@@ -176,7 +176,7 @@ def summarised(samples: list[dict[str, float]]) -> dict[str, Any]:
     return {name: summary(sample[name] for sample in samples) for name in samples[0]}
 
 
-# ---- what is shown -----------------------------------------------------------------------
+# ---- tables and figures ------------------------------------------------------------------
 
 
 def table(document: Document) -> Iterator[str]:

@@ -51,7 +51,7 @@ MEASURES = {
     "exec_us": microseconds,  # until a child that runs a program has ended
     "work_us": microseconds,  # until one that writes to memory has
     "child_rss_bytes": mib,
-    "child_own_bytes": mib,  # what it shares with nobody
+    "child_own_bytes": mib,  # bytes it shares with no process
     "system_bytes": mib,  # anonymous and huge pages that are in use while it lives
 }
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def half_of_memory() -> int:
-    """What a benchmark may take."""
+    """The bytes that a benchmark may take."""
     return machine.memory_available() // 2
 
 
@@ -139,7 +139,7 @@ def in_words(situation: Situation) -> str:
     return f"{number} of {size}, {situation.pages} pages"
 
 
-# ---- what is shown -----------------------------------------------------------------------
+# ---- tables and figures ------------------------------------------------------------------
 
 
 def table(document: Document) -> Iterator[str]:

@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
 
 
 def count(rows: list[Row], skipped: Skips) -> None:
-    """System calls into the rows: all, and by name those that are neither PLAIN nor the floor's."""
+    """System calls into the rows: all, and by name all but PLAIN and the floor's."""
     try:
         floor = system_calls(FLOOR)
         for row in rows:
@@ -160,7 +160,7 @@ def table(document: Document) -> Iterator[str]:
 
 
 def plot(document: Document, directory: Path) -> list[Path]:
-    """A bar a peer: what is more than the floor's."""
+    """A bar a peer: its time beyond the floor's."""
     rows = [row for row in document["rows"] if row["line"] != FLOOR][::-1]
     peers = [row["line"] for row in rows]
     path = directory / "import_time.svg"

@@ -50,7 +50,7 @@ class Silence(Progress):
 
 
 def own_tables(quick: bool, progress: Progress, world: Any, room: int) -> Result:
-    """This rank's rows, and what it lacks; a failure is told, as the others wait for an answer."""
+    """This rank's rows, and the peers it lacks; a failure is told, as others wait for it."""
     rows: list[Row] = []
     skipped: Skips = []
     rounds = 0
@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
 
 
 def reduced(hosts: list[str], tables: list[list[Row]]) -> list[Row]:
-    """A row for what several ranks have measured."""
+    """A row made of the same row of several ranks."""
     found: dict[tuple[str, ...], dict[int, float]] = {}
     for rank, rows in enumerate(tables):
         for row in rows:
@@ -138,7 +138,7 @@ def spread(values: dict[int, float], hosts: list[str]) -> Row:
 
 
 def merged(skips: list[Skips]) -> Skips:
-    """What several ranks lack for the same reason is told once."""
+    """Peers that several ranks lack for the same reason, each told once."""
     ranks: dict[str, list[int]] = {}
     for rank, skipped in enumerate(skips):
         for skip in skipped:
@@ -148,11 +148,11 @@ def merged(skips: list[Skips]) -> Skips:
     ]
 
 
-# ---- what is shown -----------------------------------------------------------------------
+# ---- tables and figures ------------------------------------------------------------------
 
 
 def table(document: Document) -> Iterator[str]:
-    """A block for each measure and situation, a line a peer; who is the outlier most often."""
+    """A block for each measure and situation, a line a peer; the most frequent outlier."""
     rows = document["rows"]
     for measure, situation in dict.fromkeys((row["measure"], row["situation"]) for row in rows):
         lines = [[f"{_tables.titled(measure)}, {situation}", *MEASURES, "farthest"]]

@@ -46,7 +46,7 @@ SITUATIONS = ("new", "overlapping", "adjacent", "inside", "same")
 HUGE_PAGES = "huge pages"
 SIZES = (4 << 10, 64 << 10, HUGE, 16 << 20, 256 << 20, 1 << 30)
 BUDGET_NS = 2_000_000
-MARGIN = 32 << 20  # around the range: its mapping lies alike whatever its size
+MARGIN = 32 << 20  # around the range: its mapping lies alike for every size
 COUNTED_NS, MOST_PAIRS = 40_000_000, 20_000  # the pairs that are counted take so long
 
 libc: ctypes.CDLL = ctypes.CDLL(None)
@@ -61,7 +61,7 @@ class Bench:
         self._at = self._nbytes = self._loops = self._margin = 0
 
     def prepare(self, situation: str, nbytes: int) -> None:
-        """What was registered before stays so: it lies elsewhere."""
+        """Earlier registrations stay: they lie elsewhere."""
         self._nbytes, self._loops, self._margin = nbytes, 0, 0
         if situation == "inside":
             self._at = self._peer.arena(nbytes + 2 * MARGIN) + MARGIN
@@ -84,8 +84,8 @@ class Bench:
     def sample(self) -> float:
         """Nanoseconds of a pair.
 
-        What splits a mapping takes half as long again where that fills a node of the kernel's tree,
-        so each sample finds the tree in another state: its neighbours have another number.
+        A pair that splits a mapping takes half as long again where that fills a node of the
+        kernel's tree, so each sample finds the tree in another state, with more neighbours.
         """
         if self._margin:
             self._margin += 2 * PAGE
@@ -120,7 +120,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
                 skipped.append({"line": "all", "situation": HUGE_PAGES, "reason": str(reason)})
         result = timed(options, cases, progress)
     pages = [row for row in result.rows if row["nbytes"] == PAGE]
-    # Counts, unlike times, are not disturbed by what else runs.
+    # Counts, unlike times, are not disturbed by other programs.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         counted = pool.map(lambda row: count(row, options.quick), pages)
         for i, row in enumerate(pages):

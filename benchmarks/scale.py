@@ -68,7 +68,7 @@ class Bench:
         self._next = self._nbytes = self._loops = self._mappings = 0
 
     def prepare(self, layout: str, live: int, pinned: bool) -> Row:
-        """How many could be registered, why no more, and what they took."""
+        """How many could be registered, why no more, and their time and memory."""
         if layout == "arena":
             start, self._nbytes, stride = self._peer.arena(ARENA), PIECE, STEP
             touch(start, ARENA)

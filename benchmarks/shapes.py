@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
         peers = [peer for peer in shape.peers() if peer != PINNED or not no_pins]
         try:
             available(int(count * shape.bytes_each))
-            # One more for the copy of what is pinned.
+            # One more for the copy of the pinned bytes.
             with huge_pages((len(peers) + 1) * shape.huge_pages(count)):
                 rows += case_rows(shape, case, peers, rounds, skipped)
         except Skipped as reason:
@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
 
 
 def unique(skipped: Skips) -> Skips:
-    """What is skipped is so in each round."""
+    """A shape that is skipped is skipped in each round."""
     return [skip for i, skip in enumerate(skipped) if skip not in skipped[:i]]
 
 
@@ -161,7 +161,7 @@ def row_of(found: list[dict[str, Any]]) -> Row:
 
 
 def least(samples: Any) -> dict[str, Any]:
-    """A summary, and the least: what is more, others of the machine took."""
+    """A summary, and the least: the rest is other programs' time."""
     values = list(samples)
     return summary(values) | {"minimum": rounded(min(values))}
 
@@ -192,7 +192,7 @@ def first_more(row: Row) -> float:
     return float(row["first_fork_us"]["minimum"] - row["fork_us"]["minimum"])
 
 
-# ---- what is shown -----------------------------------------------------------------------
+# ---- tables and figures ------------------------------------------------------------------
 
 
 def table(document: Document) -> Iterator[str]:

@@ -310,7 +310,7 @@ COUNTINGS = {"system_calls": count_calls, "instructions": count_instructions}
 
 
 def row_of(peer: str, pages: str, runs: list[list[list[int]]]) -> Row:
-    """The least of all times: what is more, others of the machine took."""
+    """The least of all times: the rest is other programs' time."""
     times = [fork for run in runs for fork in run[:-1]]
     parent, child, mappings = runs[-1][-1]
     here, there = (rounded(min(each) / 1e3) for each in zip(*times, strict=True))

@@ -49,7 +49,7 @@ int ibv_dontfork_range(void *base, size_t size);
 int dontfork(void *base, size_t size) { return ibv_dontfork_range(base, size); }
 """
 
-Way = Callable[[list[str]], dict[str, Any]]  # what it found, started by this command
+Way = Callable[[list[str]], dict[str, Any]]  # its result, started by this command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

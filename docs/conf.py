@@ -20,7 +20,7 @@ myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 smartquotes = False
 
-# Nothing is fetched while it is built or read: what is not ours has no entry to link to.
+# Nothing is fetched while it is built or read: names that are not ours have no entry to link to.
 nitpicky = True
 nitpick_ignore_regex = [
     (r"c:identifier", r"u?int\d+_t|uintptr_t|s?size_t"),

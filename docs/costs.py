@@ -101,7 +101,7 @@ def small() -> Iterator[str]:
 
 
 def handlers() -> Iterator[str]:
-    """What fork() does more than one after madvise() alone: instructions, and calls by name."""
+    """The work of fork() beyond one after madvise() alone: instructions, and calls by name."""
     found = rows("small_process", pages="base")
     floor = found.pop(small_process.FLOOR)
     measured = ("parent_instructions", "child_instructions")

@@ -1,4 +1,4 @@
-"""What a terminal shows: each command after "$ ", what it prints, its exit status if not 0.
+"""A terminal's text: each command after "$ ", its output, its exit status if not 0.
 
     python docs/transcript.py 'rdmafork devices' 'rdmafork doctor' > docs/transcripts/doctor.txt
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def shown(command: str) -> str:
-    # As in a terminal that somebody has just opened.
+    # As in a terminal that was just opened.
     foreign = ("RDMAV_", "IBV_", "RDMAFORK_", "LD_PRELOAD", "PYTHON")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ["PATH"]])

@@ -32,7 +32,7 @@ FEWER = 1.0
 
 
 def engine(path):
-    """{file: (lines reached by number, branches reached)} of what gcovr has counted."""
+    """{file: (lines reached by number, branches reached)} by gcovr's counts."""
     result = {}
     for file in json.loads(path.read_text())["files"]:
         lines, branches = {}, {}
@@ -99,7 +99,7 @@ def listed(page):
 
 
 def is_whole(path):
-    """Has coverage.py said of each module who told it the lines? It does so last."""
+    """Has coverage.py named the plugin for the lines of each module? It does so last."""
     missing = """SELECT count(*) FROM file
         WHERE path LIKE '%.pyx' AND id NOT IN (SELECT file_id FROM tracer)"""
     try:

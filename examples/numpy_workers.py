@@ -1,4 +1,4 @@
-"""What a device fills, a pool of forked workers reads: one copy, and no crash.
+"""A device fills memory, a pool of forked workers reads it: one copy, and no crash.
 
     python examples/numpy_workers.py [MiB]
 
@@ -38,7 +38,7 @@ def main() -> None:
     rdmafork.fork_init()  # once, before anything is registered
     # At a device: Context("mlx5_0").alloc_pd().register(inbox), with the same meaning here.
     with rdmafork.register(inbox), rdmafork.register(outbox):
-        inbox[:] = np.arange(inbox.size)  # what the device would do
+        inbox[:] = np.arange(inbox.size)  # as the device would
         fork = multiprocessing.get_context("fork")
         start = time.perf_counter()
         with fork.Pool(WORKERS) as pool:

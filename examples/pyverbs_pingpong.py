@@ -83,7 +83,7 @@ class End:
             self.forks += 1
 
     def expect(self) -> None:
-        """A place for what comes next; the other end is told when it is there."""
+        """A place for the next message; the other end is told when it is there."""
         self.qp.post_recv(RecvWR(num_sge=1, sg=[self.piece()]))
 
     def send(self) -> None:

@@ -510,7 +510,7 @@ cdef object refusal(int error, object nbytes, size_t size, size_t page):
 
 
 def pool_cause(size, page):
-    """What the pool lacks for it, or None."""
+    """The free pages that the pool lacks for this size, or None."""
     folder = _huge_pages.path(page)
     try:
         total, free = _huge_pages.pool(page)

@@ -109,8 +109,8 @@ cdef class Registration:
         raise TypeError("a Registration is made by register() or register_address()")
 
     def __del__(self):
-        # Before the collector clears any of the garbage that this is part of: cleared, what holds
-        # the memory may free it (ctypes), or crash when its buffer is released (memoryview).
+        # Called before the collector clears any of the garbage that this is part of: a cleared
+        # owner may free the memory (ctypes), or crash as its buffer is released (memoryview).
         if not self.open:
             return
         try:
@@ -222,7 +222,7 @@ cdef bint is_absent(Registration self):
     if not self.is_protected or self.policy != RF_OMIT:
         return False
     held = <object>self.view.obj if <PyObject *>self.view.obj != NULL else self.owner
-    # Whatever class an owner is of: to ask for its base may fail, or lead nowhere for ever.
+    # An owner is of any class: to ask for its base may fail, or lead nowhere for ever.
     try:
         for _ in range(16):
             if held is None or isinstance(held, mmap):
@@ -321,8 +321,8 @@ cdef int warn_unprotected(Registration self) except -1:
             "memory is registered before rdmafork.fork_init(), so nothing protects it from fork(); "
             "call fork_init() first, or set RDMAV_FORK_SAFE=1", UnprotectedWarning)
     except BaseException:
-        # Where it is an error nothing is registered, so fork_init() may still follow; and what is
-        # tried next is as unprotected.
+        # A warning that is an error leaves nothing registered, so fork_init() may still follow;
+        # and the next registration is as unprotected.
         self.open = release(self.slot, RF_UNDO) == -EDEADLK
         clear_flag(&warned)
         raise

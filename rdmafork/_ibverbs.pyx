@@ -43,7 +43,7 @@ cdef extern from *:
 
     static void end_listing(void) { __atomic_sub_fetch(&listing, 1, __ATOMIC_ACQ_REL); }
     """
-    # Its list of devices has a lock, which a child inherits in whatever state it is.
+    # libibverbs' list of devices has a lock, which a child inherits locked or unlocked.
     bint begin_listing(uint32_t process)
     void end_listing()
 

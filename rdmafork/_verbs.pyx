@@ -91,7 +91,7 @@ cdef class Parent:
     cdef Link *children
     cdef Link link          # in its own parent's
     cdef uint32_t generation
-    cdef int pid            # of who made it
+    cdef int pid            # of the process that made it
     cdef int users          # verbs calls under way on it or a child
     cdef bint open
 

@@ -81,7 +81,7 @@ class _Enum(IntEnum):
 
 
 class NodeType(_Enum):
-    """enum ibv_node_type: what a device is."""
+    """enum ibv_node_type: the kind of a device."""
 
     __module__ = "rdmafork"
 
@@ -95,7 +95,7 @@ class NodeType(_Enum):
 
 
 class Transport(_Enum):
-    """enum ibv_transport_type: what it speaks; RoCE is IB over Ethernet."""
+    """enum ibv_transport_type: the protocol of a device; RoCE is IB over Ethernet."""
 
     __module__ = "rdmafork"
 
@@ -136,7 +136,7 @@ class PhysicalState(_Enum):
 
 
 class LinkLayer(_Enum):
-    """What carries a port's packets."""
+    """The link that carries a port's packets."""
 
     __module__ = "rdmafork"
 

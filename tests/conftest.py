@@ -1,4 +1,4 @@
-"""What the tests share. One process has one engine, so most tests run in a process of their own.
+"""Helpers of all tests. One process has one engine, so most tests run in a process of their own.
 
 ``@fresh`` makes a test run in a fresh interpreter::
 
@@ -47,7 +47,7 @@ PLACE = 0x30_0000_0000  # low, where the kernel puts nothing of its own
 HERE = Path(__file__).resolve().parent
 # How much slower than usual this machine is: twenty times in a virtual machine without KVM.
 SLOWNESS = float(os.environ.get("RDMAFORK_TEST_SLOWNESS") or 1)
-# How much of the random and the volume tests is run: 1 is all, `make test` runs less.
+# The share of the random and the volume tests that is run: 1 is all, `make test` runs less.
 SCALE = float(os.environ.get("SCALE") or 1)
 TIMEOUT = 240 * SLOWNESS  # seconds, after which a program is taken to hang; below pytest's own
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
@@ -59,7 +59,7 @@ def scaled(amount):
     return max(1, round(amount * SCALE))
 
 
-# What would decide for the tests how the engine behaves.
+# Variables that would decide for the tests how the engine behaves.
 FOREIGN = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "LD_PRELOAD")
 
 
@@ -251,7 +251,7 @@ def serve(jobs, answers):
         else:
             function = functools.reduce(getattr, name.split("."), load(path, code))
             body = inspect.unwrap(function)
-            # What a test runs beside itself is one thread's all the same.
+            # A function that a test runs beside itself has one thread all the same.
             value = body(*args) if body is function else by_all_threads(body, *args)
         answer = ("returned", value, None)
         packed = pickle.dumps(answer)
@@ -278,7 +278,7 @@ def execute(source, args):
 
 
 def portable(error):
-    """error, or what can be said of it where it cannot be pickled."""
+    """error, or its text where it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
         return error
@@ -306,7 +306,7 @@ def run_fixture():
     return run
 
 
-# Where compile_c() keeps what it has made, for all processes of a run of pytest.
+# Where compile_c() keeps its objects, for all processes of a run of pytest.
 _compiled = None
 
 
@@ -318,7 +318,7 @@ def keep_compiled(request, tmp_path_factory):
 
 
 def digest_of(words):
-    """Of a command, and of what is in the files it names; where they lie does not matter."""
+    """A digest of a command and of the files it names; their place does not matter."""
     import hashlib  # not in each fresh interpreter
 
     digest = hashlib.sha256()
@@ -402,7 +402,7 @@ def fork_once():
 
 
 def write_coverage(status, leave=os._exit):
-    """os._exit(), where counts of what ran would be lost by it: see tests/engine/coverage.h."""
+    """os._exit() that writes the counts of coverage first: see tests/engine/coverage.h."""
     with open("/proc/self/maps") as file:
         found = {line.split(maxsplit=5)[-1].strip() for line in file if "/coverage/lib/" in line}
     for path in found:
@@ -548,7 +548,7 @@ def huge_map(npages, shared=False):
     return memory, address_of(memory)
 
 
-# ---- what the kernel says ---------------------------------------------------------------
+# ---- the kernel's own view --------------------------------------------------------------
 
 
 class Mapping(NamedTuple):
@@ -585,7 +585,7 @@ def vm_flags(address):
 
 
 def mappings(start, nbytes):
-    """What is mapped in [start, start + nbytes): its pieces, which may be larger."""
+    """The mappings of [start, start + nbytes): whole ones, which may reach beyond."""
     return [m for m in smaps() if m.start < start + nbytes and start < m.end]
 
 
@@ -618,7 +618,7 @@ def marked(start, nbytes):
 
 
 def is_mapped(address):
-    """Is there memory? What a fork left out is not, though its address is reserved."""
+    """Is there memory? A page that a fork left out is none, though its address is reserved."""
     with open("/proc/self/maps") as file:
         for line in file:
             span, permissions = line.split(" ", 2)[:2]

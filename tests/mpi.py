@@ -21,7 +21,7 @@ FEW_PROCESSORS = {
 
 
 def mpirun(ranks, *command, env=None, program=None):
-    """What the ranks print, once all have ended well."""
+    """The output of the ranks, once all have ended well."""
     beside = str(Path(sys.executable).parent)
     program = program or shutil.which("mpirun", path=beside) or shutil.which("mpirun")
     if not program:

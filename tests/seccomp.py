@@ -1,4 +1,4 @@
-"""The kernel refuses to a process what it grants to others: by seccomp(2), or there is no /proc."""
+"""Calls that the kernel refuses to a process: by seccomp(2), or there is no /proc."""
 
 import ctypes
 import errno
@@ -62,7 +62,7 @@ WITHOUT_PROC = ["unshare", "-m", "sh", "-ec", 'mount -t tmpfs none /proc && exec
 REFUSALS = (errno.EPERM, errno.ENOSYS, errno.ENOMEM)
 
 
-# ---- what holds after a refusal -------------------------------------------------------------
+# ---- promises after a refusal ---------------------------------------------------------------
 
 
 def marks():
@@ -76,8 +76,8 @@ def marks():
 
 
 def check_claims(before=()):
-    """What is listed holds, by the kernel's word, and no mark is there that is not listed."""
-    # First the list: it looks up what is mapped, where that is not known yet.
+    """The list is true, by the kernel's word, and no mark is there that is not listed."""
+    # First the list: it looks up mappings that are not known yet.
     ranges, marked, listed = rdmafork.protected_ranges(), marks(), set(before)
     shared = [m for m in smaps() if m.permissions[3] == "s"]
     for item in ranges:

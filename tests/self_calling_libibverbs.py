@@ -44,7 +44,7 @@ class Elf:
         return struct.unpack_from(form, self.data, place)
 
     def place(self, address):
-        """Where in the file is what will be at this address?"""
+        """The place in the file of the byte that will be at this address."""
         for _, _, offset, start, _, size in self.loads:
             if start <= address < start + size:
                 return address - start + offset

@@ -83,7 +83,7 @@ def all_snippets() -> list[Snippet]:
     return [s for page in PAGES for s in snippets_of(page, str(page.relative_to(ROOT)))]
 
 
-# ---- what a block may need --------------------------------------------------------------
+# ---- needs of a block -------------------------------------------------------------------
 
 
 def first_device() -> str | None:
@@ -139,7 +139,7 @@ NEEDS = {
     "trusted copying": lacks_trusted_copying,
     "torch": lambda: lacks_module("torch"),
 }
-TALKATIVE = ("mpi4py", "pyverbs", "torch")  # others' libraries may say what they like
+TALKATIVE = ("mpi4py", "pyverbs", "torch")  # others' libraries may print anything
 
 
 # ---- running them -----------------------------------------------------------------------

@@ -53,7 +53,7 @@ def libraries():
 
 
 def works(library):
-    """What it registers is protected here, and by nobody else."""
+    """Its registrations are protected here, and by no other library."""
     before, own = rdmafork.stats(), library.standin_own_calls()
     memory, address = private_map(4 * PAGE)
     assert library.standin_register(address, 2 * PAGE) == 0

@@ -12,7 +12,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-/* Last in every object, behind what is libibverbs' own. */
+/* Last in every object, behind libibverbs' own fields. */
 struct life {
 	int open, children;
 };
@@ -59,7 +59,7 @@ int standin_open(void)
 	return __atomic_load_n(&open_now, __ATOMIC_SEQ_CST);
 }
 
-/* Calls on what was given back, or that leave children behind. */
+/* Calls on objects that are gone, or that leave children behind. */
 int standin_wrong(void)
 {
 	return __atomic_load_n(&wrong, __ATOMIC_SEQ_CST);

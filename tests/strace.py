@@ -26,8 +26,8 @@ PROLOGUE = """
     register, register_address = rdmafork.register, rdmafork.register_address
 """
 
-# What the kernel or the C library does of itself, at any time; and Python, since 3.12, after a
-# fork: it counts threads.
+# Calls that the kernel or the C library makes of itself, at any time; and Python's after a fork,
+# since 3.12: it counts threads.
 NOISE = re.compile(
     r"^(rt_sigreturn|---|\+\+\+|restart_syscall|clock_nanosleep|sched_yield|"
     r'openat\(AT_FDCWD, "/proc/self/stat",)'

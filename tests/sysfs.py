@@ -184,7 +184,7 @@ def vendors(tree):
 
 
 def as_nobody(function):
-    """What function returns for an ordinary user."""
+    """The result of function for an ordinary user."""
     if os.geteuid():
         return function()
     assert grp and pwd and socket  # imported: an ordinary user may not reach the library

@@ -1,7 +1,7 @@
-"""What tests use of pytest while they run, for fresh interpreters.
+"""The part of pytest that tests use while they run, for fresh interpreters.
 
 Marks and fixtures mean nothing there, and importing pytest takes longer than most tests: seconds
-of a guest. What is missing here is the real one's.
+of a guest. Other names are the real one's.
 """
 
 import contextlib

@@ -85,7 +85,7 @@ def words(obj: object, indent: str, of: ast.FunctionDef | None = None) -> list[s
 
 
 def comments(path: Path) -> dict[tuple[str, str], str]:
-    """What #: says of the members of enums."""
+    """The texts after #: of the members of enums."""
     if path.suffix == ".pyi":
         return {}
     analyzer = ModuleAnalyzer.for_file(str(path), f"rdmafork.{path.stem}")

@@ -1,4 +1,4 @@
-"""What the command line says of itself, asked while the pages are built.
+"""The command line's own help, asked for while the pages are built.
 
 .. shown:: rdmafork exec --help
 """

@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
 
 def said(comment: str) -> str:
-    """A comment's text without what makes it a comment."""
+    """A comment's text without its marks."""
     inner = COMMENT.search(comment)
     text = inner[1] if inner else comment
     lines = [re.sub(r"^ ?\* ?", "", line.strip(" ")) for line in text.split("\n")]
@@ -73,7 +73,7 @@ def entries() -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     comment = ""
     for match in pattern.finditer(text):
-        # What follows without a line between is of the same comment.
+        # Lines that follow without an empty one are of the same comment.
         directly = text[: match.start()].endswith(";\n") or match["macro"] is not None
         comment = said(match["comment"]) if match["comment"] else (comment if directly else "")
         if match["macro"]:

@@ -114,7 +114,7 @@ class WorkerDied(Exception):
 class Worker:
     """A fresh interpreter that does as it is asked: worker.ask("fork", rounds=3)."""
 
-    # The caller's sys.path, as multiprocessing does: not whatever the directory holds.
+    # The caller's sys.path, as multiprocessing does: modules of the directory do not come first.
     _CODE = (
         "import sys; sys.path[:] = sys.argv[1:]; from rdmafork.cli.demo_worker import main; main()"
     )

@@ -1,4 +1,4 @@
-"""What the demo checks, what was seen, and the verdict."""
+"""The demo's checks: each measured value, and the verdict."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Worker:
             return exchange(self._pins, self._memory, mmap.PAGESIZE)
 
     def partial_pages(self) -> str:
-        """What a child finds of its own bytes on the pages where registered ones begin and end."""
+        """The child's own bytes that it finds on pages where registered ones begin and end."""
         memory = private_memory(64 * mmap.PAGESIZE)
         length = len(memory)
         memory[:EDGE] = memory[length - EDGE :] = b"m" * EDGE
@@ -183,7 +183,7 @@ class Worker:
         return _clocks.medians(clocks, rounds=1)
 
     def system_calls(self, pairs: int) -> int:
-        """Those the engine made for some pairs of register + close."""
+        """System calls that the engine made for some pairs of register + close."""
         before = rdmafork.stats()
         register_loop(private_memory(mmap.PAGESIZE), pairs)
         after = rdmafork.stats()

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _facts(device: rdmafork.Device, everything: bool) -> Facts:
-    """as_dict(), or what of it needs no device opened and no GID table read."""
+    """as_dict(), or the part of it that needs no device opened and no GID table read."""
     if everything:
         return device.as_dict()
     names = ("name", "driver", "pci_address", "netdev", "problem")

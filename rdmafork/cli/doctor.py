@@ -172,7 +172,7 @@ def _document(found: Found, counts: dict[str, int]) -> dict[str, Any]:
 def _screen(
     found: Found, counts: dict[str, int], quiet: bool, paint: terminal.Paint
 ) -> Iterator[str]:
-    """Only what is not OK if quiet, and then nothing if all is well."""
+    """All rows; if quiet those that are not OK, so nothing if all is well."""
     if quiet:
         found = [(name, [row for row in rows if row.status != OK]) for name, rows in found]
         found = [(name, rows) for name, rows in found if rows]

@@ -23,12 +23,12 @@ from rdmafork.cli.terminal import counted, printable
 
 Found = list[tuple[str, list[Row]]]
 Who = tuple[str, int | None]  # host and rank
-Key = tuple[str, str, int]  # section, what, and the how manyth of these
+Key = tuple[str, str, int]  # section, what, and the number among rows alike
 COMMON = 3  # so many different answers to a check are shown where all is well
 
 
 class Answer(NamedTuple):
-    """What one rank, or one machine without ranks, found."""
+    """The findings of one rank, or of one machine without ranks."""
 
     rows: dict[Key, Row]
     size: int | None  #: how many ranks there should be
@@ -44,7 +44,7 @@ class Merged(NamedTuple):
 
 
 def lines(found: Found, host: str, rank: Rank, counts: dict[str, int]) -> Iterator[str]:
-    """What a rank prints."""
+    """The lines that a rank prints."""
     mine = {"rank": rank.rank, "size": rank.size, "host": host}
     for section, rows in found:
         for row in rows:
@@ -106,7 +106,7 @@ def _objects(name: str) -> Iterator[Any]:
 
 
 def _documents(text: str) -> list[Any] | None:
-    """Those of a text that has nothing else, as of `cat node*.json`; else None."""
+    """The documents of a text that has nothing else, as of `cat node*.json`; else None."""
     decoder, found, at = json.JSONDecoder(), [], 0
     text = text.strip()
     try:

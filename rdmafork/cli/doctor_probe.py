@@ -1,4 +1,4 @@
-"""What doctor tries out, each in a fresh process: an engine once started stays.
+"""Doctor's experiments, each in a fresh process: an engine once started stays.
 
 answer = ask("engine")      runs engine() below there: what it returns, or raises OSError
 """
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
-# The caller's sys.path, as multiprocessing does: not whatever the directory holds.
+# The caller's sys.path, as multiprocessing does: modules of the directory do not come first.
 _CODE = "import sys; sys.path[:] = sys.argv[2:]; from rdmafork.cli.doctor_probe import main; main()"
 
 

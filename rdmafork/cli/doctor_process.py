@@ -129,7 +129,7 @@ class Process:
         return "look from the host; in a container root needs CAP_SYS_PTRACE to read a process"
 
     def _registered(self, engine: Mapping) -> int:
-        """What rf_registered_bytes points to, in the memory of the process."""
+        """The value that rf_registered_bytes points to, in the memory of the process."""
         with self._elf(engine.path) as elf:
             symbol, nbytes = elf.address_of("rf_registered_bytes"), elf.machine.bits // 8
         if symbol is None:
@@ -164,7 +164,7 @@ class Process:
         return ok(what, text)
 
     def _has_libibverbs(self, mappings: list[Mapping]) -> bool:
-        """Whatever its name: an object that others may call to have memory protected."""
+        """Is it an object that others may call to have memory protected, by any name?"""
         paths = {m.path for m in mappings if m.path.startswith("/") and not m.is_engine}
         if any(_is_libibverbs(path) for path in paths):
             return True

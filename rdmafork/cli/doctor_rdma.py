@@ -16,7 +16,7 @@ from rdmafork.cli.elf import Elf, NotElf
 from rdmafork.cli.terminal import printable
 
 INSTALL = "install libibverbs1 and ibverbs-providers (Debian, Ubuntu) or libibverbs (Fedora, RHEL)"
-# What a registration calls: whoever answers these is libibverbs' fork support.
+# A registration calls these: the library that answers is libibverbs' fork support.
 RANGES = {"ibv_dontfork_range", "ibv_dofork_range"}
 
 
@@ -50,7 +50,7 @@ def _kernel_devices() -> list[rdmafork.Device]:
 
 
 def fork_support(found: dict[str, Any]) -> Row:
-    """What its own ibv_fork_init() does here; found: what doctor_probe saw."""
+    """A row about its own ibv_fork_init(); found: what doctor_probe saw."""
     what = "its ibv_fork_init()"
     info = rdmafork.kernel_info()
     if found["error"]:

@@ -1,4 +1,4 @@
-"""What doctor finds: one row a check."""
+"""Doctor's findings: one row a check."""
 
 from __future__ import annotations
 

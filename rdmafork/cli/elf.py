@@ -1,4 +1,4 @@
-"""What the dynamic loader will do with an ELF file, read from the file itself.
+"""How the dynamic loader will load an ELF file, read from the file itself.
 
     header ─ program headers ─ PT_INTERP   the loader; a static program has none
                              ├ PT_DYNAMIC  DT_NEEDED: the libraries it is linked with
@@ -37,7 +37,7 @@ class NotElf(ValueError):
 
 
 class Machine(NamedTuple):
-    """What must be the same for one file to be loaded beside another."""
+    """The machine and class, alike in all files that are loaded together."""
 
     bits: int
     order: str  #: "<" little, ">" big endian
@@ -115,7 +115,7 @@ class Elf:
         return None
 
     def imports(self) -> set[str]:
-        """The symbols that relocations name: those that another library may define."""
+        """The symbols that relocations name, which another library may define."""
         dynamic = dict(self._dynamic())
         tables = (
             (_DT_RELA, dynamic.get(_DT_RELA), dynamic.get(_DT_RELASZ)),
@@ -143,7 +143,7 @@ class Elf:
         return None
 
     def _defined(self) -> Iterator[_Symbol]:
-        """What .symtab and .dynsym say that this file itself defines."""
+        """The functions that .symtab and .dynsym say this file itself defines."""
         wide = self.machine.bits == 64
         (start,) = self._read("Q", 40) if wide else self._read("I", 32)
         size, count = self._read("HH", 58 if wide else 46)

@@ -159,7 +159,7 @@ def _environment(args: argparse.Namespace, rank: launchers.Rank | None) -> dict[
         environ["RDMAFORK_KEEP_DEVICES"] = "1"
     if rank:
         environ["RDMAFORK_RANK"] = str(rank.rank)
-        # Open MPI would warn of what is safe here. It may be inside Slurm, PMIx or torchrun.
+        # Open MPI would warn of forks that are safe here. It may be inside Slurm, PMIx or torchrun.
         environ.setdefault("OMPI_MCA_mpi_warn_on_fork", "0")
     if not rdmafork.kernel_info().copy_on_fork_trusted:
         # A libibverbs that cannot be intercepted then protects by itself. Not where copying is

@@ -19,7 +19,7 @@ class Rank(NamedTuple):
     size: int | None  #: how many there are
 
 
-# name, the variable of the rank, those of the size, one that must be there too.
+# name, the variable of the rank, the variables of the size, one that must be there too.
 _LAUNCHERS = (
     ("torchrun", "RANK", ("WORLD_SIZE",), "TORCHELASTIC_RUN_ID"),
     ("torch.distributed", "RANK", ("WORLD_SIZE",), "MASTER_ADDR"),
@@ -33,7 +33,7 @@ _LAUNCHERS = (
 )
 
 
-# What launches ranks. Debian's have the name of their MPI, too.
+# Commands that launch ranks. Debian's have the name of their MPI, too.
 _PROGRAMS = frozenset(
     (
         *("mpirun", "mpiexec", "orterun", "prterun", "prun"),
@@ -43,7 +43,7 @@ _PROGRAMS = frozenset(
         *(f"mpiexec.{mpi}" for mpi in ("openmpi", "mpich", "hydra")),
     )
 )
-# What starts the program that its arguments name.
+# Commands that start the program that their arguments name.
 _WRAPPERS = frozenset(
     (
         *("env", "timeout", "time", "nohup", "setsid", "stdbuf"),
@@ -76,7 +76,7 @@ def host() -> str:
 
 
 def prefix(rank: Rank | None) -> str:
-    """What begins every line of this process's: "3@node7: ", nothing where it is alone."""
+    """The beginning of each line this process prints: "3@node7: ", nothing where it is alone."""
     return f"{rank.rank}@{host()}: " if rank else ""
 
 

@@ -1,4 +1,4 @@
-"""What this machine is and has, as /proc and control groups tell it."""
+"""This machine's memory and limits, as /proc and control groups tell them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def _control_groups() -> Iterator[tuple[str, str, str]]:
-    """Those whose limits count for this process: (directory, its limit, its usage)."""
+    """Control groups whose limits count for this process: (directory, its limit, its usage)."""
     groups = "/proc/self/cgroup"
     with contextlib.suppress(OSError), open(groups, errors="surrogateescape") as lines:
         for line in lines:

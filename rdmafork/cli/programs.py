@@ -27,7 +27,7 @@ from rdmafork.cli.elf import Elf, Machine, NotElf
 FAILED, CANNOT_RUN, NOT_FOUND = 125, 126, 127  # as env(1) and timeout(1) have them
 
 _DEPTH = 6  # interpreters of interpreters; the kernel follows four
-_HEAD = 256  # what the kernel reads of a file to tell what it is
+_HEAD = 256  # bytes that the kernel reads of a file to tell its kind
 _SANITIZERS = ("libasan.so", "libclang_rt.asan")
 
 
@@ -63,7 +63,7 @@ def must_be_first(path: str) -> bool:
 
 
 def _programs(command: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
-    """The program, its interpreter where it is a script, and what env is to start."""
+    """The program, its interpreter where it is a script, and the program that env is to start."""
     path, arguments, directory = _find(command[0], environ), list(command[1:]), ""
     for _ in range(_DEPTH):
         head = _head(path)
@@ -166,7 +166,7 @@ def _split(text: str) -> list[str]:
         raise Refused(FAILED, f"env -S {text}: {error}") from None
 
 
-# ---- what keeps a library out -----------------------------------------------------------
+# ---- reasons that keep a library out -------------------------------------------------------
 
 
 def _check_rights(path: str) -> None:
@@ -192,7 +192,7 @@ def _has_capabilities(path: str) -> bool:
 
 
 def _own() -> tuple[Machine, str]:
-    """What librdmafork.so is made for: the machine, and the loader of this process."""
+    """The machine that librdmafork.so is made for, and the loader of this process."""
     with Elf(rdmafork.get_library()) as library, Elf(os.path.realpath(sys.executable)) as python:
         return library.machine, python.interpreter or ""
 

@@ -1,4 +1,4 @@
-"""Reading the lines that the engine writes at the exit of a process, and what stands out in them.
+"""Reading the lines that the engine writes at the exit of a process, and finding outliers in them.
 
 One JSON object a line. Where a number has parts it is an object: {"total": 12, "live": 3}.
 """
@@ -119,7 +119,7 @@ def _caller(found: dict[str, Any]) -> str:
 def _read_function(path: str, build_id: str | None, address: int) -> str | None:
     """A function that others may not call is not known to the process, only to its file."""
     with contextlib.suppress(OSError, ValueError):
-        # Nobody knows who wrote the report: a named pipe would be waited for.
+        # Any user may have made the file: opening a named pipe would wait.
         if os.path.isfile(path):
             with Elf(path) as elf:
                 return elf.function_at(address) if elf.build_id == build_id else None
@@ -130,7 +130,7 @@ _function_at = functools.cache(_read_function)  # many processes are one program
 
 
 def _number(value: Any) -> int:
-    """An int of 64 bits; the rank is what the launcher's variable said, a string."""
+    """An int of 64 bits; the rank is a string, the value of the launcher's variable."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
@@ -150,7 +150,7 @@ def _pinned_elsewhere(line: dict[str, Any]) -> int:
 
 
 def _troubles(line: dict[str, Any]) -> Iterator[str]:
-    """What somebody should look at."""
+    """The troubles of a process, in sentences."""
     for error in line.get("errors") or ():
         yield str(error)
     for library in line.get("libraries") or ():
@@ -173,14 +173,14 @@ def _troubles(line: dict[str, Any]) -> Iterator[str]:
         yield "a device was open and no libibverbs was found: what it registered is not protected"
 
 
-# ---- what stands out --------------------------------------------------------------------
+# ---- outliers ---------------------------------------------------------------------------
 
 
 _COMPARED = ("unmarked_bytes", "handler_max_ns", "forks", "registrations")
 
 
 def outliers_first(processes: list[Process]) -> list[Process]:
-    """Those with troubles, those far from the rest, and the others by rank."""
+    """First processes with troubles, then those far from the median, then others by rank."""
     far = {id(process): len(found) for process, found in far_from_the_rest(processes)}
     return sorted(
         processes,
@@ -196,7 +196,7 @@ def outliers_first(processes: list[Process]) -> list[Process]:
 
 
 def far_from_the_rest(processes: list[Process]) -> Iterator[tuple[Process, list[str]]]:
-    """Each process with a value of more than FAR times the median, and which those are."""
+    """Each process with values of more than FAR times the median, and the names of these values."""
     medians = {
         name: statistics.median(getattr(process, name) for process in processes)
         for name in _COMPARED
@@ -213,7 +213,7 @@ def far_from_the_rest(processes: list[Process]) -> Iterator[tuple[Process, list[
 
 
 def fork_callers(processes: Iterable[Process]) -> list[tuple[str, int]]:
-    """Who forked in all of them, the most often first."""
+    """The callers of fork() in all of them, the most frequent first."""
     counts: Counter[str] = Counter()
     for process in processes:
         for caller, count in process.callers:
@@ -222,7 +222,7 @@ def fork_callers(processes: Iterable[Process]) -> list[tuple[str, int]]:
 
 
 def troubles(processes: Iterable[Process]) -> list[tuple[str, list[Process]]]:
-    """Each trouble once, with those that have it, the most common first."""
+    """Each trouble once, with the processes that have it, the most common first."""
     found: dict[str, list[Process]] = {}
     for process in processes:
         for text in process.troubles:
@@ -230,7 +230,7 @@ def troubles(processes: Iterable[Process]) -> list[tuple[str, list[Process]]]:
     return sorted(found.items(), key=lambda item: -len(item[1]))
 
 
-# ---- what no line says ------------------------------------------------------------------
+# ---- missing reports --------------------------------------------------------------------
 
 
 class _Family(NamedTuple):
@@ -289,7 +289,8 @@ def _families(processes: Iterable[Process]) -> list[_Family]:
         found.setdefault(key, _Family(process.pid, [], [])).lines.append(process)
     for process in list(itertools.chain.from_iterable(f.lines for f in found.values())):
         key = (process.host, process.ppid)
-        # The parent of the process that exec became is a shell or a launcher, and init is nobody's.
+        # The parent of the process that exec became is a shell or a launcher, and init has
+        # taken over those without a parent.
         if key in found or (process.ppid > 1 and process.exec_pid not in (0, process.pid)):
             found.setdefault(key, _Family(process.ppid, [], [])).children.append(process)
     return list(found.values())

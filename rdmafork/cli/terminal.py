@@ -43,7 +43,7 @@ class Paint:
 
 
 class Progress:
-    """One line on stderr that says what is under way; nothing where nobody watches."""
+    """One line on stderr that names the step under way; nothing where stderr is no terminal."""
 
     def __init__(self) -> None:
         self._on = sys.stderr.isatty()
@@ -128,7 +128,7 @@ _TIMES = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
 
 
 def durations(column: Iterable[float]) -> Callable[[float], str]:
-    """What prints the nanoseconds of a column, all in one unit and none as a long row of zeros."""
+    """A function that prints the nanoseconds of a column, all in one unit that suits them."""
     values = [abs(ns) for ns in column if ns]
     unit, ns_each = "ns", 1.0
     for name, ns in _TIMES.items():

@@ -1,4 +1,4 @@
-"""Benchmarks measure what they say, each peer apart, and tell what they leave out."""
+"""Benchmarks measure as they say, each peer apart, and name the peers they leave out."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def test_a_result_can_be_drawn_again(documents, name, tmp_path):
     assert "rdmafork lazy" in text and os.uname().release in text
 
 
-# ---- what they found --------------------------------------------------------------------
+# ---- their results ----------------------------------------------------------------------
 
 
 def rows(document, **wanted):
@@ -186,7 +186,7 @@ def test_one_sample_is_its_own_quartiles():
     assert _harness.summary([1, 2, 3, 4, 5]) == {"median": 3, "quartiles": [2, 4]}
 
 
-# ---- what is claimed --------------------------------------------------------------------
+# ---- claims -----------------------------------------------------------------------------
 
 
 def run_with(*medians, spread=0.0):

@@ -27,7 +27,7 @@ MPIRUN = Path(sys.executable).with_name("mpirun")
 
 
 def document(name, folder, *arguments, prefix=(), **variables):
-    """What `--quick --json` writes, checked for what every document has."""
+    """The document of `--quick --json`, checked for the keys that every document has."""
     file = folder / f"{name}.json"
     command = [sys.executable, "-m", f"rdmafork.benchmarks.{name}", "--quick", "--json", file]
     done = subprocess.run(
@@ -263,7 +263,7 @@ def test_a_small_process_forks_with_each_peer(tmp_path):
             row["fork_us"]["to_baseline"] and row["child_us"]["median"] > row["fork_us"]["median"]
         )
         if "calls" in row:
-            # The addresses of what is registered are reserved, and the child says why it dies.
+            # The addresses of registered memory are reserved, and the child says why it dies.
             registered = row["line"] not in (small_process.FLOOR, "madvise, rdmafork loaded")
             assert ("mmap" in row["calls"]) == ("rt_sigaction" in row["calls"]) == registered
         if "child_instructions" in row:

@@ -59,7 +59,7 @@ def test_memory_that_is_not_held_can_be_registered_from_c():
     assert _in_c.engine_hold(address, PAGE) == (1, 0)
     before = rdmafork.stats().madvise_calls
     assert _in_c.engine_hold(address + 2 * PAGE, PAGE, held=False) == (1, 0)
-    assert rdmafork.stats().madvise_calls > before  # what may be unmapped is marked at once
+    assert rdmafork.stats().madvise_calls > before  # memory that may be unmapped is marked at once
 
 
 @fresh
@@ -83,7 +83,7 @@ def test_libibverbs_own_engine_can_be_timed():
     assert caught.value.errno == errno.ENOMEM
     assert _peers.Libibverbs().hold(PLACE, PAGE) == (1, 0)
     peer.pair_ns(PLACE, PAGE, 3)
-    assert marked(PLACE, 64 * PAGE) == [PLACE]  # each pair takes back only what is its own
+    assert marked(PLACE, 64 * PAGE) == [PLACE]  # each pair takes back only its own mark
 
 
 MARKING = [name for name, way in _peers.WAYS.items() if way.forks and name != _peers.COPIED]

@@ -47,7 +47,7 @@ def filled(nbytes, fill=b"p"):
 
 @pytest.fixture
 def device():
-    """A file in memory: what is at the other end of the pinned pages."""
+    """A file in memory, at the other end of the pinned pages."""
     fd = os.memfd_create("device")
     yield fd
     os.close(fd)
@@ -123,7 +123,7 @@ def test_a_pinned_buffer_is_held():
 def test_memory_that_cannot_be_pinned_is_refused():
     memory, _ = filled(PAGE)
     address = map_at(0, 1 << 28)
-    unmap(address + (1 << 27), 1 << 27)  # above the hole, for what is mapped meanwhile
+    unmap(address + (1 << 27), 1 << 27)  # above the hole, for mappings made meanwhile
     unmap(address + PAGE, PAGE)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="not mapped") as caught:
@@ -408,7 +408,7 @@ def test_the_limit_of_locked_memory_is_named():
     assert "RLIMIT_MEMLOCK is 0 KiB" in _pins.available()
 
 
-# ---- what a fork costs -----------------------------------------------------------------
+# ---- the cost of a fork ----------------------------------------------------------------
 
 
 def test_forks_are_of_libc_and_run_handlers():

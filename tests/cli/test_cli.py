@@ -1,4 +1,4 @@
-"""What every command does alike."""
+"""The behaviour that all commands share."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""rdmafork bench runs what it is asked to, and writes what it measured."""
+"""rdmafork bench runs the benchmarks it is asked for, and writes their results."""
 
 import json
 import re

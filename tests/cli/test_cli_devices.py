@@ -1,4 +1,4 @@
-"""rdmafork devices, on made-up trees of /sys; see tests/sysfs.py for what they are."""
+"""rdmafork devices, on made-up trees of /sys: see tests/sysfs.py."""
 
 import json
 import os

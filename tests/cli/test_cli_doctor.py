@@ -1,4 +1,4 @@
-"""rdmafork doctor in every broken situation that can be made here, and what it says there."""
+"""rdmafork doctor in every broken situation that can be made here."""
 
 import errno
 import json
@@ -51,7 +51,7 @@ def doctor(*arguments, prefix=(), env=None, **options):
 
 
 def rows(*arguments, **options):
-    """{what: row} of what it says, by --json; "" is the exit status."""
+    """{what: row} of its output, by --json; "" is the exit status."""
     done = doctor("--json", *arguments, **options)
     assert done.stderr == "", done.stderr
     document = json.loads(done.stdout)

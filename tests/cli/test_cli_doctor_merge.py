@@ -1,4 +1,4 @@
-"""rdmafork doctor --merge: what many ranks or hosts found, said once."""
+"""rdmafork doctor --merge: the findings of many ranks or hosts, each told once."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ BAD = problem(LOCKED, "64 KiB", "raise it")
 
 
 def printed(rank, *rows, host="node1", size=4):
-    """What a rank with these rows prints."""
+    """The lines that a rank with these rows prints."""
     counts = dict.fromkeys(STATUSES, 0) | Counter(row.status for row in rows)
     return "\n".join(doctor_merge.lines([("Limits", rows)], host, Rank("x", rank, size), counts))
 
@@ -105,7 +105,7 @@ def test_real_answers_are_merged_with_the_exit_status_of_the_worst(tmp_path):
             [sys.executable, "-m", "rdmafork", "doctor", "--json"],
             env=environment(env), capture_output=True, text=True, timeout=TIMEOUT, check=False,
         )  # fmt: skip
-        assert max(map(len, done.stdout.splitlines())) < 1024  # what srun passes on as a whole
+        assert max(map(len, done.stdout.splitlines())) < 1024  # srun passes it on as a whole
         answers.append(done.stdout)
     done = merge("-q", input="".join(answers))
     head = done.stdout.partition("\n")[0]

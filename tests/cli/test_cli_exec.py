@@ -1,4 +1,4 @@
-"""rdmafork exec becomes the program, and refuses what no library can be preloaded into."""
+"""rdmafork exec becomes the program, and refuses programs that no library is preloaded into."""
 
 import json
 import os
@@ -27,7 +27,7 @@ LIBRARY = rdmafork.get_library()
 PRELOADED = f"/$LIB/../../../..{LIBRARY}"  # which glibc's loader alone follows
 TRUSTED = rdmafork.kernel_info().copy_on_fork_trusted
 
-# What a program sees of how it was started.
+# A program's view of its own start.
 SEEN = """
 import json, os, resource, signal, sys
 status = dict(line.split(":\\t") for line in open("/proc/self/status") if ":\\t" in line)
@@ -49,13 +49,13 @@ def execute(*arguments, env=None, **options):
 
 
 def seen(*arguments, env=None, program=(sys.executable, "-c", SEEN), **options):
-    """What a program started so sees."""
+    """The view of a program started so."""
     done = execute(*arguments, *program, env=env, input="words", **options)
     assert (done.returncode, done.stderr) == (0, ""), done
     return json.loads(done.stdout)
 
 
-# ---- what the program gets --------------------------------------------------------------
+# ---- the program's environment ----------------------------------------------------------
 
 
 def test_the_program_sees_only_the_promised_environment():
@@ -420,7 +420,7 @@ def test_a_program_with_more_rights_is_refused(compiled, mode, owner, words):
             except Refused as error:
                 return error.status, str(error)
 
-        # What the loader does is the truth: it drops LD_PRELOAD from a secure program.
+        # The loader itself is asked: it drops LD_PRELOAD from a secure program.
         gets = as_nobody(lambda: preloaded_into(path))
         said = as_nobody(look)
         assert gets == (words is None)
@@ -428,13 +428,13 @@ def test_a_program_with_more_rights_is_refused(compiled, mode, owner, words):
             assert said[0] == 126 and words in said[1] and "sudo rdmafork exec" in said[1]
         else:
             assert said is None
-        check([path], os.environ) if owner == 0 else None  # root is what it becomes
+        check([path], os.environ) if owner == 0 else None  # it becomes root
     finally:
         os.unlink(path)
 
 
 def preloaded_into(path):
-    """Does the loader try what LD_PRELOAD names? It says so where there is no such file."""
+    """Does the loader try the file that LD_PRELOAD names? It says so where there is none."""
     done = subprocess.run([path], env={"LD_PRELOAD": "/no/such.so"}, capture_output=True, text=True)
     assert done.stdout == "ran\n"
     return "cannot be preloaded" in done.stderr
@@ -592,7 +592,7 @@ def test_env_finds_its_program_as_it_is_told_to(script, tmp_path):
 def test_scripts_that_are_each_others_interpreters_end(script, tmp_path):
     path = script("")
     path.write_text(f"#!{path}\n")
-    check([str(path)], os.environ)  # the kernel says ELOOP, or what it likes
+    check([str(path)], os.environ)  # the kernel says ELOOP, or another error
     assert execute(str(path)).returncode == 126
 
 

@@ -66,7 +66,7 @@ def test_a_process_reports_its_forks_and_registrations(tmp_path, mode):
     program = (sys.executable, "-c", FORKING, "3")
     assert execute("--mode", mode, "--report", str(path), "--", *program) == ""
     (found,) = lines(path)
-    assert set(found) == set(line())  # what the tests of the table are given
+    assert set(found) == set(line())  # lines for the tests of the table
     assert (found["mode"], found["forks"], found["errors"]) == (mode, 3, [])
     assert found["registrations"] == {"total": 1, "live": 0}
     assert found["marked_bytes"] == {"total": 3 * NBYTES, "last": NBYTES}
@@ -202,7 +202,7 @@ def test_callers_of_fork_are_traced(tmp_path):
 
 
 def report_of(tmp_path, source, *arguments, env=None):
-    """The line that the process wrote, those of its children, status of `rdmafork report`."""
+    """The line of the process, the lines of its children, the status of `rdmafork report`."""
     path = tmp_path / "r.json"
     command = [*RDMAFORK, "exec", "--report", str(path), "--", sys.executable, "-c", source]
     done = subprocess.run(
@@ -348,7 +348,7 @@ def test_doctor_and_devices_under_exec_report_once(tmp_path):
     assert {row["what"]: row["status"] for row in json.loads(done.stdout)["rows"]}[
         "rdmafork"
     ] == "ok"
-    assert len(lines(path)) == 1  # not what it tries in other processes
+    assert len(lines(path)) == 1  # without its experiments in other processes
     assert lines(path)[0]["ppid"] == os.getpid()
 
 

@@ -50,7 +50,7 @@ from rdmafork.cli.launchers import Rank, file_name, launched, prefix
             },
             Rank("torchrun", 9, 16),
         ),
-        ({"RANK": "2"}, None),  # anybody's variable
+        ({"RANK": "2"}, None),  # a variable of any program
         ({"OMPI_COMM_WORLD_RANK": "x", "PMI_RANK": "1"}, Rank("MPICH", 1, None)),
         ({"PMI_RANK": "-1"}, None),
         ({"PMI_RANK": ""}, None),

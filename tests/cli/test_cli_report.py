@@ -1,4 +1,4 @@
-"""rdmafork report merges what processes left, broken lines or not."""
+"""rdmafork report merges the lines that processes left, broken ones too."""
 
 import json
 import os
@@ -14,7 +14,7 @@ LIBRARY = "/usr/lib/x86_64-linux-gnu/libibverbs.so.1.14.44.0"
 
 
 def line(rank=0, /, **changed):
-    """What the engine writes at the exit of a process."""
+    """The line that the engine writes at the exit of a process."""
     return {
         "rdmafork": "0.1.0",
         "pid": 1000 + (rank or 0),

@@ -59,7 +59,7 @@ def report(done):
     return json.loads(done.stdout)
 
 
-# ---- what it shows ----------------------------------------------------------------------
+# ---- its screen -------------------------------------------------------------------------
 
 
 @needs_pins
@@ -457,7 +457,7 @@ def test_a_worker_whose_demo_has_ended_is_silent():
 
 
 def processes_with(marker):
-    """Those whose environment holds the marker: a program and all that it started."""
+    """Processes whose environment holds the marker: a program and all that it started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -494,7 +494,7 @@ def test_ctrl_c_ends_it_and_its_workers(delay):
 
 @pool_lock()
 def on_a_terminal(**env):
-    """What the demo writes where stdout and stderr are a terminal."""
+    """The demo's output where stdout and stderr are a terminal."""
     control, screen = pty.openpty()
     attributes = termios.tcgetattr(screen)
     attributes[1] &= ~termios.OPOST

@@ -146,7 +146,7 @@ def _every_call(path, mode):
                 if bench.lib.standin_faults() == faults:
                     assert error is None
                     break
-                # What the library says is said, with what it is about.
+                # The library's error is passed on, with its subject.
                 assert error is not None and error.errno == number, (name, nth, error)
                 assert os.strerror(number) in str(error) or number == errno.EBUSY, error
                 assert any(w in str(error) for w in ("mlx5_7", "list devices", "MemoryRegion")), (
@@ -243,7 +243,7 @@ def _every_allocation(path, mode):
     steps = [("pure", pure), ("open", bench.open), ("alloc", bench.alloc),
              ("register", bench.register_only)]  # fmt: skip
     for name, step in steps:
-        step()  # what is imported and cached at the first time
+        step()  # imports and caches of the first time
         undo(bench, name)
         for nth in range(500):
             before = bench.state()

@@ -99,7 +99,7 @@ def test_no_permission_on_the_directory_of_nodes(tree):
 
 def test_a_node_that_a_cgroup_refuses(tree, monkeypatch):
     tree.add("mlx5_0", "9803:9b03:0067:ac2a")
-    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # its mode would let anybody in
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # its mode would let any user in
     with pytest.raises(PermissionError):
         get_device_list()
     device = one(all=True)

@@ -1,4 +1,4 @@
-"""get_device_list() on made-up trees of /sys: what a device is, and what the list means."""
+"""get_device_list() on made-up trees of /sys: the fields of a device, and the list's promises."""
 
 import copy
 import errno
@@ -537,7 +537,7 @@ exec "$@"
 
 
 def both(tree):
-    """(what libibverbs lists, what we list) with the tree as /sys and its nodes in /dev."""
+    """(libibverbs' list, our list) with the tree as /sys and its nodes in /dev."""
     try:
         import ctypes
 

@@ -28,7 +28,7 @@ static uint64_t seed, state;
 static const char *running = "";
 static const unsigned char *input, *input_end;
 
-/* One write(), so that what several processes say stays apart. */
+/* One write(), so that lines of several processes stay apart. */
 static void say(const char *what, const char *format, va_list arguments)
 {
 	char text[1024];
@@ -233,7 +233,7 @@ char *check_map_huge(size_t pages, int sharing)
 
 /* ---- Scenarios ---- */
 
-/* Its end, or SIGALRM if it takes too long: a timer of its own could be what hangs. */
+/* Its end, or SIGALRM if it takes too long: not by a timer of its own, which could hang too. */
 static int wait_for(pid_t child, unsigned int seconds)
 {
 	unsigned long naps = seconds * 1000ul;
@@ -268,7 +268,7 @@ static int run_one(const struct check_scenario *scenario)
 	}
 	setpgid(child, child);
 	status = wait_for(child, stretched(HANGS));
-	/* What it has left behind. */
+	/* The children and zombies that it has left. */
 	kill(-child, SIGKILL);
 	if (scenario->huge)
 		pool_give_back();
@@ -394,7 +394,7 @@ void check_read_smaps(void)
 	check_read_smaps_to(UINTPTR_MAX);
 }
 
-/* Nothing is allocated: that would change what is read. */
+/* Nothing is allocated: that would change the list of mappings. */
 void check_read_smaps_to(uintptr_t end)
 {
 	static char text[1 << 16];
@@ -666,7 +666,7 @@ void check_works(void)
 	struct rf_handle held, unheld;
 	char *memory = check_map(4);
 
-	/* A fork while rf_leave() unlocked leaves the clearing to whoever enters next. */
+	/* A fork while rf_leave() unlocked leaves the clearing to the next caller. */
 	CHECK(rf_handle_state((struct rf_handle){ 0 }) == -ESTALE);
 	CHECK(!rf_window.forks && !rf_engine.lock.word && !rf_engine.clear_when_left);
 	held = check_register(memory, check_page, RF_HELD);

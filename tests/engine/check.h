@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * What the engine's tests share. A program is a list of scenarios. Each runs in a
+ * Helpers of the engine's tests. A program is a list of scenarios. Each runs in a
  * process of its own, as a process has one engine, under a watchdog: a deadlock
  * is a failure too.
  *
@@ -62,10 +62,10 @@ struct check_scenario {
 /* Runs them all; the exit status for main(). */
 int check_run(const struct check_scenario *scenarios, size_t count, int argc, char **argv);
 
-/* What callers tell apart, and some that sandboxes and limits give. */
+/* The errors that callers tell apart, and some that sandboxes and limits give. */
 #define CHECK_ERRORS { ENOMEM, EAGAIN, EINVAL, EPERM, EACCES, ENOSYS, EMFILE, EIO }
 
-/* The kernel refuses that system call from here on, to this thread and what it makes. */
+/* The kernel refuses that system call from here on, to this thread and all it starts. */
 void check_refuse(unsigned int call, int error);
 /* The same of madvise() with that advice alone. */
 void check_refuse_advice(int advice, int error);
@@ -85,7 +85,7 @@ void check_alarm(unsigned int seconds);
 /* Random numbers, from $SEED or one of their own, which is printed. */
 void check_seed(void);
 uint64_t check_random(void);
-/* A choice, from 0 to @limit - 1: at random, or what comes next in an input. */
+/* A choice, from 0 to @limit - 1: at random, or the next of an input. */
 size_t check_below(size_t limit);
 
 /*
@@ -163,7 +163,7 @@ int check_wait(pid_t child);
 bool check_child_reads(const void *address);
 /* A process just made: it starts from nothing and is protected against its own children. */
 void check_works(void);
-/* And nothing can be done with what it has from its parent. */
+/* A child can do nothing with handles of its parent. */
 void check_inherited(struct rf_handle handle);
 
 #endif

@@ -11,7 +11,7 @@ CTEST_CFLAGS := -std=gnu11 -g -DRF_TESTING -Icsrc -Itests/engine -Itests/fuzz -p
 # ThreadSanitizer cannot place its shadow where the kernel randomises too much.
 FIXED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-# A program's own: what fuzz_proc has to say in place of the kernel.
+# Flags of single programs. fuzz_proc answers in place of the kernel.
 fuzz_proc_LDFLAGS := $(addprefix -Wl$(,)--wrap=,rf_sys_open rf_sys_read rf_sys_close rf_sys_map_over \
 	socket setsockopt syscall)
 # To answer as a device does.
@@ -20,7 +20,7 @@ test_descriptors_LDFLAGS := -Wl,--wrap=ioctl
 test_handler_stack_LDFLAGS := -Wl,-z,now
 test_intercept_LDFLAGS := $(addprefix -Wl$(,)--export-dynamic-symbol=,standin_wait standin_asks)
 
-# What test_intercept loads: libraries with the shape of libibverbs, as they are linked.
+# Libraries that test_intercept loads, with the shape of libibverbs, in all the ways it is linked.
 STANDINS := got relro direct asked
 standin_got := -Wl,-z,lazy
 standin_relro := -Wl,-z,relro,-z,now
@@ -64,7 +64,7 @@ build/ctest/$(1)/test_%: build/ctest/$(1)/tests/engine/test_%.o $$($(1)_OBJECTS)
 	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$($$(@F)_LDFLAGS) $$(LDFLAGS) -ldl -o $$@
 
 build/ctest/$(1)/test_intercept build/ctest/$(1)/test_exec: | $$(STANDINS:%=build/ctest/standin-%.so)
-# What fuzzing has found, or is to begin with, played again, and random inputs.
+# A fuzzer's corpus, played again, and random inputs.
 build/ctest/$(1)/fuzz_%: build/ctest/$(1)/tests/fuzz/fuzz_%.o \
 		build/ctest/$(1)/tests/fuzz/replay.o $$($(1)_OBJECTS)
 	@$$(CC) $$(CTEST_CFLAGS) $$($(1)_CFLAGS) $$(CFLAGS) $$^ $$($$(@F)_LDFLAGS) $$(LDFLAGS) -ldl -o $$@
@@ -74,7 +74,7 @@ build/ctest/$(1)/soak: $$(SOAKED:%.c=build/ctest/$(1)/%.o) $$($(1)_OBJECTS)
 
 .PHONY: ctest-$(1)
 .PRECIOUS: build/ctest/$(1)/%.o
-# Those that take longest come first.
+# The longest come first.
 ctest-$(1): $$(patsubst %,build/ctest/$(1)/%,$$(filter $$(SLOW),$$(CTESTS)) $$(CTESTS) $$(FUZZERS))
 	@test -n '$$^' || { echo 'no tests/engine/test_*.c' >&2; exit 1; }
 	@printf '%s\n' $$^ | xargs -n 1 -P $(CORES) env $$($(1)_RUN) tests/engine/run.sh $(1)
@@ -111,7 +111,7 @@ FUZZ_CFLAGS := -O1 -UNDEBUG -fno-omit-frame-pointer -fsanitize=address,undefined
 	-fno-sanitize-recover=all
 FUZZ_OBJECTS := $(patsubst %.c,build/fuzz/%.o,$(SOURCES) $(CSHARED))
 
-# New is what is new in the engine, not in what tests it.
+# New code is looked for in the engine, not in its tests.
 build/fuzz/csrc/%.o: FUZZ_CFLAGS += -fsanitize=fuzzer-no-link
 build/fuzz/%.o: %.c tests/engine/engine.mk
 	@mkdir -p $(@D)
@@ -123,7 +123,7 @@ build/fuzz/fuzz_%: build/fuzz/tests/fuzz/fuzz_%.o $(FUZZ_OBJECTS)
 .PRECIOUS: build/fuzz/%.o
 -include $(FUZZ_OBJECTS:.o=.d) $(FUZZERS:%=build/fuzz/tests/fuzz/%.d)
 
-# What was found before comes first; what is new stays in build/fuzz/corpus for the next run.
+# The corpus comes first; new inputs stay in build/fuzz/corpus for the next run.
 fuzz: $(FUZZERS:%=build/fuzz/%)	## $(SECONDS) seconds of each fuzzer, on clang's libFuzzer
 	@failed=0; for program in $^; do name=$${program##*/}; \
 		mkdir -p build/fuzz/corpus/$$name; \
@@ -138,7 +138,7 @@ fuzz: $(FUZZERS:%=build/fuzz/%)	## $(SECONDS) seconds of each fuzzer, on clang's
 # The modules and the engine, in an interpreter that knows nothing of it: the runtimes come first.
 ASAN_PYTHON := build/asan-python
 ASAN_RUNTIMES = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
-# Children that die of a page they lack are what is tested.
+# The tests have children that die of a page they lack: no handler of ASan's for them.
 ASAN_PYTHON_RUN = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:handle_segv=0:$(ASAN_OPTIONS) \
 	UBSAN_OPTIONS=print_stacktrace=1:$(UBSAN_OPTIONS) PYTHONMALLOC=malloc \
 	PYTHONPATH=$(CURDIR)/$(ASAN_PYTHON)/lib LD_PRELOAD='$(ASAN_RUNTIMES)'

@@ -10,7 +10,7 @@ struct page {
 	uint8_t mark, nature, flags;
 };
 
-/* What is registered, and what it wants a child to find. */
+/* A registration, and the policy it wants. */
 struct registration {
 	struct interval pages;
 	uint8_t finds;
@@ -113,7 +113,7 @@ static void count_page(struct page *page, const struct rf_change *change)
 		set &= (uint8_t)~RF_RANGE_DUE;
 	page->counts[change->finds]++;
 	page->flags |= set;
-	/* Mapped anew, perhaps: whoever registers here now cannot rely on what it was. */
+	/* Mapped anew, perhaps: a registration here cannot rely on its former nature. */
 	if (page->flags & RF_RANGE_DOUBT)
 		page->nature = RF_NATURE_UNASKED;
 	if (change->remark && !page->mark && page->nature != RF_NATURE_SHARED) {

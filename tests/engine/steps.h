@@ -50,7 +50,7 @@ void look_at_libraries(void);
 void set_up(enum rf_mode mode, void (*act)(void));
 /* After it, in the process that began it: release all; nothing is left. */
 void tear_down(void);
-/* A child in whatever state: it can do all that its parent could. */
+/* A child in any state: it can do all that its parent could. */
 void check_child_works(void);
 /* The interrupted call has gone on in this child: it has unmarked all. */
 void check_nothing_is_marked(void);

@@ -112,7 +112,7 @@ static void a_hole_is_named_and_nothing_stays_marked(void)
 	rc = try_register(hole, check_page, 0, &handle);
 	CHECK(rc == -ENOMEM && error.cause == RF_CAUSE_HOLE);
 	CHECK(error.start == (uintptr_t)hole && error.end == (uintptr_t)hole + check_page);
-	/* What failed did not poison its neighbours. */
+	/* The failure did not harm its neighbours. */
 	check_release(before);
 	CHECK(check_marked(memory, 12) == 0);
 	before = check_register(memory + 4 * check_page, check_page, RF_HELD);
@@ -166,7 +166,7 @@ static void memory_mapped_anew_is_protected(void)
 	CHECK(check_marked(memory, 6) == 0);
 	second = check_register(memory + check_page, 4 * check_page, 0);
 	CHECK(check_marked(memory, 6) == 4);
-	/* And for one that holds the memory, beside those that do not. */
+	/* And for a registration that holds the memory, beside others that do not. */
 	check_unmap(memory + check_page, 4);
 	CHECK(mmap(memory + check_page, 4 * check_page, PROT_READ | PROT_WRITE,
 		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
@@ -228,7 +228,7 @@ static void mapped_anew_as_another_kind_lazy_held(void)
 	a_stale_nature_is_not_believed(RF_MODE_LAZY, RF_HELD);
 }
 
-/* What a refused call has half done includes marks on what has become shared. */
+/* A refused call has half done its work: marks on memory that has become shared, too. */
 static void a_failure_leaves_no_mark_on_shared_memory(void)
 {
 	char *memory = check_map(8);

@@ -144,7 +144,7 @@ static void at_the_budget_too_memory_mapped_anew_is_protected(void)
 	wider = check_register(at, 4 * check_page, 0);
 	CHECK(check_marked(at, 4) == 4);
 	CHECK(rf_engine.tracker.ranges.mark_edges == 8);
-	/* What has no mark at all waits, and is not said to have one. */
+	/* A page without any mark waits, and is not listed as marked. */
 	other = check_register(memory, check_page, 0);
 	CHECK(check_marked(memory, 1) == 0);
 	count = rf_list(info, PIECES);
@@ -244,7 +244,7 @@ static void check_budget(const char *when)
 	      tracker->ranges.mark_edges, (unsigned long)tracker->vma_budget);
 }
 
-/* What touches pages with another mark takes a VMA for itself. */
+/* A range that touches pages with another mark takes a VMA for itself. */
 static void ranges_beside_wiped_pages_keep_to_the_budget(void)
 {
 	char *memory = check_map(8 * PIECES);
@@ -305,14 +305,14 @@ static void a_fork_that_exchanges_marks_keeps_to_the_budget(void)
 	check_empty();
 }
 
-/* What is left to the kernel is to make up for the gap, whatever its pages want. */
+/* Runs left to the kernel are to make up for the gap, of any policy. */
 static void releases_amid_several_policies_keep_to_the_budget(void)
 {
 	struct rf_handle handles[2 * PIECES];
 	size_t i;
 
 	take_by_turns(handles);
-	/* It learns what is mapped there. */
+	/* This asks for the nature of the memory. */
 	check_fork();
 	for (i = 10; i < 2 * PIECES; i += 8) {
 		check_release(handles[i]);
@@ -385,7 +385,7 @@ static void a_release_at_the_kernels_limit_is_made_up_for(void)
 	check_empty();
 }
 
-/* A registration that fails over what waits to be unmarked must not make it wait for ever. */
+/* A registration that fails over a range with a retry must not make it wait for ever. */
 static void a_failure_keeps_waiting_ranges(void)
 {
 	char *memory = check_map(24);
@@ -436,7 +436,7 @@ static void held_memory_alone_waits_for_room(void)
 	check_release(held);
 	check_sound();
 	check_release(first);
-	/* There is room, but what is mapped there may be another's memory by now. */
+	/* There is room, but the memory mapped there may be another's by now. */
 	check_fork();
 	CHECK(check_marked(memory, 8) == 0);
 	check_release(unheld);
@@ -452,7 +452,7 @@ static void held_memory_alone_waits_for_room(void)
 	check_empty();
 }
 
-/* What a release leaves to the kernel may have another owner when there is room again. */
+/* Memory that a release leaves to the kernel may have another owner when there is room again. */
 static void memory_left_by_a_release_is_marked_again_if_it_is_held(void)
 {
 	char *memory = check_map(8), *unheld = memory + 5 * check_page;
@@ -544,10 +544,10 @@ static size_t mappings_left(char *memory, size_t wanted)
 	return got;
 }
 
-/* What the program gets back where the kernel has refused a mark. */
+/* The mappings that the program gets back where the kernel has refused a mark. */
 #define GIVEN_BACK (rf_kernel()->max_map_count / 64)
 
-/* A program must be able to start threads, whatever it has registered. */
+/* A program must be able to start threads, however much it has registered. */
 static void a_fork_that_is_refused_marks_gives_mappings_back(void)
 {
 	const size_t many = 4 * GIVEN_BACK;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* A child that touches what was kept from it says why, and then dies as it would have. */
+/* A child that touches memory kept from it says why, and then dies as it would have. */
 #define _GNU_SOURCE
 #include "check.h"
 
@@ -48,7 +48,7 @@ static int run_with(int fd, void (*run)(void))
 	return status;
 }
 
-/* The same, with a pipe: what it has said is in @said. */
+/* The same, with a pipe: its words are in @said. */
 static int run_child(void (*run)(void))
 {
 	ssize_t nbytes;
@@ -545,7 +545,7 @@ static void a_full_pipe_on_stderr_does_not_hang_the_child(void)
 		;
 	CHECK(fcntl(ends[1], F_SETFL, 0) == 0);
 	CHECK(run_with(ends[1], touch) == -SIGSEGV);
-	/* Nor does the write of one to nobody end it by another signal. */
+	/* Nor does a write to a pipe without a reader end it by another signal. */
 	close(ends[0]);
 	CHECK(run_with(ends[1], touch) == -SIGSEGV);
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What a child finds in the place of descriptors it must not have. */
+/* A child finds /dev/null in the place of descriptors it must not have. */
 #define _GNU_SOURCE
 #include "check.h"
 #include "engine.h"
@@ -256,7 +256,7 @@ static void a_closed_dev_null_reserve_does_no_harm(void)
 	CHECK(is_null(reserve()));
 	close(reserve());
 	CHECK(in_child(is_null, device));
-	/* Its number is somebody else's by now, who keeps it. */
+	/* Its number names another file by now, which stays. */
 	CHECK(open_device() == reserve());
 	CHECK(in_child(is_null, device) && in_child(is_device, reserve()));
 	/* No number is free for another: what is in the place of ours is not for the device. */
@@ -415,14 +415,14 @@ static void without_proc_each_number_is_asked(void)
 	CHECK(other >= 0 && eventfd(0, EFD_CLOEXEC) >= 0);
 	CHECK(in_child(finds_it_without_proc, device));
 	CHECK(in_child(finds_it_without_a_free_number, device));
-	/* Beyond what the limit says now. */
+	/* Beyond the present limit. */
 	CHECK(dup2(device, 1000) == 1000 && !close(device));
 	CHECK(in_child(finds_it_without_a_free_number, 1000));
 	CHECK(!in_child(finds_it_without_proc, other));
 }
 
 static unsigned long failing;
-/* What the child saw, in memory it shares with its parent. */
+/* The child's observations, in memory it shares with its parent. */
 static struct refusal {
 	unsigned long faults;
 	bool closed;

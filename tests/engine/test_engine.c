@@ -75,7 +75,7 @@ static void a_kernel_is_not_trusted_where_the_environment_says_so(void)
 	}
 	CHECK(check_wait(child) == 0);
 	CHECK(init(RF_MODE_AUTO) == 0 && rf_mode() == RF_MODE_EAGER);
-	/* What is in force stays so, whatever becomes of the environment. */
+	/* The mode in force stays, however the environment changes. */
 	unsetenv("RDMAFORK_TRUST_COPYING");
 	CHECK(init(RF_MODE_AUTO) == 0);
 	rf_kernel_info(&kernel);
@@ -107,7 +107,7 @@ static void a_trusted_kernel_stays_trusted_while_the_engine_runs(void)
 	CHECK(check_wait(child) == 0);
 }
 
-/* What a child inherits stays in force where another start is refused. */
+/* An inherited mode stays in force where another start is refused. */
 static void a_refused_start_changes_no_trust(void)
 {
 	struct rf_kernel kernel;
@@ -163,7 +163,7 @@ static void an_undone_registration_leaves_no_trace(void)
 	CHECK(init(RF_MODE_AUTO) == -EINVAL && error.cause == RF_CAUSE_LATE);
 	CHECK(rf_release(other, RF_UNDO) == 0);
 	CHECK(init(RF_MODE_AUTO) == 0);
-	/* What was protected has made the choice of a mode, undone or not. */
+	/* A registration has made the choice of a mode, undone or not. */
 	CHECK(rf_register(&byte, 1, RF_HELD, RF_OMIT, &one, &error) == 1);
 	CHECK(rf_release(one, RF_UNDO) == 0);
 }
@@ -180,7 +180,7 @@ static void a_failed_registration_is_none(void)
 	check_empty();
 }
 
-/* Whatever bit it is: none is ignored, none is taken for one of the engine's own. */
+/* Any bit: none is ignored, none is taken for one of the engine's own. */
 static void unknown_flags_are_refused_and_change_nothing(void)
 {
 	struct rf_handle handle, kept, untouched = { .serial = 77 };
@@ -452,7 +452,7 @@ static void untouched_areas_merge_again(void)
 	check_empty();
 }
 
-/* The same address again: what was learnt of the area there before is worth nothing. */
+/* The same address again: facts about the area there before are worth nothing. */
 static void untouched_areas_merge_again_the_second_time(void)
 {
 	char *memory = check_map(64), *again;
@@ -550,7 +550,7 @@ static void a_release_ignores_memory_moved_away(void)
 	handle = check_register(memory, 4 * check_page, 0);
 	CHECK(mremap(memory, 4 * check_page, 4 * check_page, MREMAP_MAYMOVE | MREMAP_FIXED,
 		     elsewhere) == elsewhere);
-	/* The mark went with it; who registers there owns it from now on. */
+	/* The mark went with it; the next registration there owns the memory. */
 	again = check_register(elsewhere, 4 * check_page, 0);
 	check_release(handle);
 	CHECK(check_marked(elsewhere, 4) == 4);

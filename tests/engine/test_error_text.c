@@ -8,7 +8,7 @@
 static struct rf_error error;
 static struct rf_handle handle;
 
-/* The text for what a call has returned holds each of these; the last one is NULL. */
+/* The text for a call's result holds each of these; the last one is NULL. */
 static void check_text(int rc, const struct rf_error *of, ...)
 {
 	char text[RF_STRERROR_SIZE];
@@ -121,7 +121,7 @@ static void calls_without_an_error_have_a_text(void)
 	check_text(-12345, NULL, "12345", NULL);
 }
 
-/* Each cause, whatever the values are: it ends in its room, and has a sentence of its own. */
+/* Each cause, with any values: it ends in its room, and has a sentence of its own. */
 static void no_text_leaves_its_room(void)
 {
 	static char all[RF_CAUSE_FLAGS + 1][RF_STRERROR_SIZE];

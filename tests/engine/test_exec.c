@@ -21,7 +21,7 @@ static const int errors[] = CHECK_ERRORS;
 
 static char report[] = "/tmp/rdmafork-report-XXXXXX";
 
-/* What it fails as it exits. */
+/* The system call that fails as the program exits. */
 static unsigned long last_nth;
 static int last_error;
 
@@ -40,7 +40,7 @@ static int call(void *handle, const char *name, void *memory, size_t nbytes)
 	return function(memory, nbytes);
 }
 
-/* What a program does with libibverbs. */
+/* A program's calls of libibverbs. */
 static void work(void)
 {
 	void *handle = dlopen(STANDIN, RTLD_NOW | RTLD_LOCAL);

@@ -12,7 +12,7 @@
 #define PAGES 16
 #define MAX_LIVE 8
 
-/* What an operation works on. */
+/* The memory that an operation works on. */
 static char *memory, *huge;
 static struct rf_handle live[MAX_LIVE], made;
 static size_t live_count;
@@ -43,7 +43,7 @@ static void take_snapshot(struct snapshot *snapshot)
 	snapshot->listed = rf_list(snapshot->list, COUNT_OF(snapshot->list));
 	CHECK(snapshot->listed >= 0);
 	CHECK(rf_stats(&snapshot->stats) == 0);
-	/* What may grow, and what says how much was done. */
+	/* Numbers that may grow, and numbers that say how much was done. */
 	snapshot->stats.madvise_calls = 0;
 	snapshot->stats.query_calls = 0;
 	snapshot->stats.engine_bytes = 0;
@@ -138,7 +138,7 @@ static void before_shared(void)
 
 static void after_shared(void)
 {
-	/* Whether it is marked now is nobody's business until a child is made. */
+	/* A mark matters only when a child is made. */
 	CHECK(check_child_reads(memory + 4 * check_page));
 	CHECK(check_marked(memory + 3 * check_page, 5) == 3);
 	CHECK(!check_child_reads(memory + 3 * check_page));
@@ -243,7 +243,7 @@ static void before_fold_mixed(void)
 		keep(check_register(huge + CHECK_HUGE / 2, 64, RF_HELD));
 }
 
-/* What a fork handler does, without a fork. */
+/* A fork handler's work, without a fork. */
 static int act_fold(void)
 {
 	CHECK(rf_enter(0) == 0);
@@ -336,7 +336,7 @@ static void give_all_back(void)
 		check_release(live[--live_count]);
 	if (rf_mode() == RF_MODE_NONE)
 		return;
-	/* What the kernel refused to unmark is tried again at each fork. */
+	/* Memory that the kernel refused to unmark is tried again at each fork. */
 	check_fork();
 	check_empty();
 	CHECK(check_marked(memory, PAGES) == 0, "a page stays marked");
@@ -357,7 +357,7 @@ static void run_once(const struct operation *operation, unsigned long nth, int w
 		check_start(operation->mode);
 	if (operation->before)
 		operation->before();
-	/* Looks up what is mapped, which prefork is to do, and nothing it does is refused. */
+	/* Asks what is mapped, as prefork is to do, and none of its calls is refused. */
 	if (operation->act != act_fold && operation->act != act_list)
 		take_snapshot(&before);
 	lived = live_count;

@@ -133,7 +133,7 @@ static void handlers_register_and_release(void)
 	check_empty();
 }
 
-/* What is registered in the window is protected in the fork under way. */
+/* A registration in the window is protected in the fork under way. */
 static void window_register(void)
 {
 	early = check_register(early_memory, check_page, RF_HELD);
@@ -418,7 +418,7 @@ static void children_unseen(pid_t (*make)(void))
 			check_inherited(held);
 			check_inherited(unheld);
 			check_works();
-			/* And so on: what it registers is its own child's past. */
+			/* And so on: a registration of the child is inherited by its own child. */
 			held = check_register(check_map(1), check_page, RF_HELD);
 			child = make();
 			if (!child) {

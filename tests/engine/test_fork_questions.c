@@ -173,7 +173,7 @@ static void a_child_looks_for_no_descriptor_of_its_own_fork(void)
 	CHECK(calls[1] == calls[2], "%d, then %d", calls[1], calls[2]);
 }
 
-/* Nothing of what that thread was at is the child's, neither its descriptor nor its table. */
+/* The child has nothing of that thread's question, neither its descriptor nor its table. */
 static void check_asks_anew(void)
 {
 	rf_engine.tracker.reader.query = false;

@@ -57,7 +57,7 @@ static bool is_blocked(int signo)
 
 static const int never[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGSYS };
 
-/* All signals but those that the processor raises, and those of libc. */
+/* All signals except the ones that the processor raises, and libc's own. */
 static void check_all_blocked(void)
 {
 	uint64_t now = 0;

@@ -190,7 +190,7 @@ static void malloc_s_memory_is_named(void)
 
 /* ---- C programs ---- */
 
-/* What @act writes to stderr. */
+/* Runs @act, and takes the text that it writes to stderr. */
 static size_t written(void (*act)(void), char *text, size_t nbytes)
 {
 	int ends[2], before = dup(STDERR_FILENO);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What lies in a child where registered pages are absent: nothing it could hit. */
+/* Where registered pages are absent, a child has nothing that a stray access could hit. */
 #define _GNU_SOURCE
 #include "check.h"
 #include "engine.h"
@@ -89,7 +89,7 @@ static void a_mapping_already_there_stays(void)
 	check_release(handle);
 }
 
-/* The bytes beside what is registered can be read, then not, then again. */
+/* The bytes beside a registration can be read, then not, then again. */
 static void a_page_that_cannot_be_given_back_becomes_a_guard(void)
 {
 	const int protections[] = { PROT_READ | PROT_WRITE, PROT_NONE, PROT_READ | PROT_WRITE };
@@ -295,7 +295,7 @@ static void *register_and_release(void *at)
 	return NULL;
 }
 
-/* A child never loses what is mapped, whatever the others were doing. */
+/* A child never loses a mapping, whatever other threads are doing. */
 static void reserved_areas_change_during_forks(void)
 {
 	unsigned long round, rounds = check_scale(600);

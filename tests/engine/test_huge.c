@@ -136,7 +136,7 @@ static void a_huge_page_that_another_wants_stays_marked(void)
 	}
 }
 
-/* A fork does not ask what ends of memory lie in that is not held: they may be another's by now. */
+/* A fork does not ask about the ends of memory that is not held: they may be another's by now. */
 static void huge_pages_that_come_after_memory_stay(void)
 {
 	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;

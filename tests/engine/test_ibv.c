@@ -155,7 +155,7 @@ static void one_release_too_many_changes_nothing(void)
 	check_empty();
 }
 
-/* libibverbs counts pages. Neither it nor a driver of it ever releases what was not registered. */
+/* libibverbs counts pages. Neither it nor its drivers release memory that was not registered. */
 static void only_registered_ranges_are_released(void)
 {
 	char *memory = check_map(PAGES);
@@ -281,7 +281,7 @@ static void a_child_starts_without_ibv_ranges(void)
 	check_empty();
 }
 
-/* A child forgets what its parent had, however much that was, and takes no memory for it. */
+/* A child forgets its parent's ranges, however many they were, and takes no memory for that. */
 static void a_child_does_not_pay_for_its_parent_s_ranges(void)
 {
 	const size_t count = 100000;

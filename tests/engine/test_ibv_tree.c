@@ -15,7 +15,7 @@ static bool is_used(void (*range)(void))
 	return rf_ibv_tree_is_used((uintptr_t)range, (uintptr_t)answer, false) == 1;
 }
 
-/* What begins with no comparison names no root. */
+/* Code that begins with no comparison names no root. */
 static void other_function(void)
 {
 }

@@ -17,7 +17,7 @@
 
 static const char *const kinds[] = { "got", "relro", "direct" };
 
-/* Who notices it: whoever asks, or a fork, when it has been loaded meanwhile. */
+/* A library loaded meanwhile is noticed by a question, or by a fork. */
 static bool by_fork;
 
 static struct {
@@ -49,7 +49,7 @@ static void load(const char *kind, int mode)
 	*(void **)&library.own_calls = find(handle, "standin_own_calls");
 }
 
-/* What it registers and releases is marked and unmarked, all by the engine or all by it. */
+/* Its memory is marked and unmarked, either all by the engine or all by the library. */
 static void check_whole(bool served)
 {
 	char *memory = check_map(4);
@@ -168,7 +168,7 @@ static void a_got_entry_is_read_only_where_its_page_is(void)
 		      "%zu", (size_t)at);
 }
 
-/* One that is not PIE begins where it was linked for, not at what is added to its addresses. */
+/* A program that is not PIE begins where it was linked for, not at the loader's base. */
 static void an_object_begins_with_its_first_segment(void)
 {
 	static const rf_elf_header headers[] = {
@@ -335,7 +335,7 @@ static void look_as_it_is_relocated(const char *kind, int mode)
 	_exit(0);
 }
 
-/* What the loader has mapped other threads find before it has relocated it. */
+/* Other threads find an object that the loader has mapped before it is relocated. */
 static void nothing_is_changed_while_the_loader_is_at_work(void)
 {
 	static const int modes[] = { RTLD_NOW, RTLD_LAZY };
@@ -377,7 +377,7 @@ static void a_patched_library_stays_patched(void)
 }
 #endif
 
-/* ---- What is told ---- */
+/* ---- Its list of libraries ---- */
 
 /* The table ends with its mapping, so that a read too far is a fault. */
 static void a_name_outside_the_string_table_is_ignored(void)

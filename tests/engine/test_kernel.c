@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What the kernel is taken for. */
+/* Facts about the kernel, and how they are found. */
 #include "check.h"
 #include "kernel.h"
 #include "sys.h"
@@ -72,7 +72,7 @@ static void information_is_this_kernels(void)
 	CHECK(!(kernel.trust_how == RF_HOW_ENVIRONMENT && kernel.copy_trusted));
 }
 
-/* Each call fails once. What cannot be found out is taken for absent, never for there. */
+/* Each call fails once. An ability that cannot be found out is taken for absent. */
 static void a_refused_question_claims_nothing(void)
 {
 	struct rf_kernel kernel;
@@ -88,7 +88,7 @@ static void a_refused_question_claims_nothing(void)
 			rf_kernel_info(&kernel);
 			inject(0, 0);
 			CHECK(kernel.page_size == check_page);
-			/* Never none: half of it is what the engine may use. */
+			/* Never zero: half of it is the engine's budget. */
 			CHECK(kernel.max_map_count >= 2);
 			CHECK(!kernel.copy_trusted || kernel.copy_on_fork);
 			CHECK(!kernel.copy_trusted || kernel.trust_how == RF_HOW_PROBE ||

@@ -10,7 +10,7 @@
 #include <signal.h>
 #include <sys/syscall.h>
 
-#define MARGIN 100 /* bytes between a page's start and what is registered on it */
+#define MARGIN 100 /* bytes between a page's start and the registration on it */
 
 static void distrust_the_kernel_s_copying(void)
 {
@@ -116,7 +116,7 @@ static void a_thread_outlives_main_where_copying_is_untrusted(void)
 	without_main_thread(check_best_mode());
 }
 
-/* ---- What the engine asks the kernel for there ---- */
+/* ---- The engine's questions to the kernel there ---- */
 
 static void *copy_where_one_call_is_refused(void *call)
 {

@@ -46,7 +46,7 @@ static int put(int fd, unsigned long value)
 	return pwrite(fd, text, (size_t)nbytes, 0) == nbytes ? 0 : -errno;
 }
 
-/* Where the machine has no hierarchy of it, one that nobody else sees. */
+/* Where the machine has no hierarchy of it, a private one. */
 static const char *find_hierarchy(void)
 {
 	static const char folder[] = "/sys/fs/cgroup/memory";
@@ -64,13 +64,13 @@ static void loosen(void)
 	CHECK(put(limit_fd, 4ul << 30) == 0);
 }
 
-/* What this process takes from now on, beyond @spare bytes, it does not get. */
+/* From now on this process gets @spare bytes and no more. */
 static void tighten(size_t spare)
 {
 	char text[24];
 	int tries, rc = -EBUSY;
 
-	/* What it takes between the two is too much, too. */
+	/* Memory it takes between the two counts too. */
 	for (tries = 0; rc < 0 && tries < 100; tries++) {
 		ssize_t nbytes = pread(usage_fd, text, sizeof(text) - 1, 0);
 
@@ -112,7 +112,7 @@ static void keep(pid_t pid)
 	}
 }
 
-/* ---- What is done there ---- */
+/* ---- The calls there ---- */
 
 static char *memory;
 static bool *lacked;	/* by the child, which shares it */
@@ -151,7 +151,7 @@ static void release_every(size_t nth)
 	}
 }
 
-/* What is registered is marked, if it is to be, and nothing else. */
+/* Registered memory is marked, if it is to be, and nothing else. */
 static void check_marks(bool marked, unsigned int flag)
 {
 	size_t i;
@@ -162,7 +162,7 @@ static void check_marks(bool marked, unsigned int flag)
 		CHECK(!(check_flags_read(piece(i)) & flag) == !(marked && live[i]), "page %zu", i);
 }
 
-/* Whether there is a child: then it lacks what is marked to be absent, and nothing else. */
+/* True if there is a child, which lacks the memory marked to be absent, and nothing else. */
 static bool fork_tight(size_t spare)
 {
 	char byte;
@@ -222,7 +222,7 @@ static void eager(enum rf_policy policy, unsigned int flag)
 	tighten(0);
 	release_every(2);
 	loosen();
-	/* What could not be unmarked is at the next fork. */
+	/* Memory that could not be unmarked is unmarked at the next fork. */
 	check_fork();
 	check_marks(true, flag);
 	CHECK(register_all(policy) > 0);

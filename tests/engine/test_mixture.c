@@ -88,7 +88,7 @@ static size_t page_of(size_t stretch)
 	return kinds[stretch] == HUGE ? CHECK_HUGE : check_page;
 }
 
-/* What is wanted of the page of @nbytes that holds @at. */
+/* The policy wanted of the page of @nbytes that holds @at. */
 static enum rf_finds wanted(uintptr_t at, size_t nbytes)
 {
 	size_t stretch = (at - (uintptr_t)memory) / STRETCH, i;
@@ -225,7 +225,7 @@ static void do_protect(void)
 
 static void some_steps(size_t steps);
 
-/* What was absent is not there to be gone on with: the child maps all of it anew. */
+/* Absent memory cannot be used further: the child maps all of it anew. */
 static void go_on_in_child(void)
 {
 	size_t i;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What a child finds on partial pages that are marked: every byte that was not registered. */
+/* On partial pages that are marked a child finds every byte that was not registered. */
 #define _GNU_SOURCE
 #include "check.h"
 #include "engine.h"
@@ -19,7 +19,7 @@ enum state {
 };
 
 static char *memory;
-/* What a child must find of each byte of @memory. */
+/* The value that a child must find of each byte of @memory. */
 static unsigned char expected[4 << 20];
 static size_t nbytes;
 
@@ -79,7 +79,7 @@ static void check_bytes(void)
 	}
 }
 
-/* In a child, and in a child of that, which has what its parent has. */
+/* In a child, and in a child of that, which has the same. */
 static void check_children(void)
 {
 	pid_t pid = fork();
@@ -252,7 +252,7 @@ static void parts_of_huge_pages_lazy(void)
 	parts_of_huge_pages(RF_MODE_LAZY);
 }
 
-/* To each of them the same huge page is a partial page: what is set aside has a limit. */
+/* To each of them the same huge page is a partial page: room for copies has a limit. */
 static void many_registrations_share_a_huge_page(void)
 {
 	struct region regions[1000];
@@ -317,7 +317,7 @@ static void need_inaccessible_memory_s_bytes(void)
 	check_unmap(page, 1);
 }
 
-/* Memory nobody holds may be gone, or closed to us, when a fork saves its bytes. */
+/* Memory that is not held may be gone, or inaccessible, when a fork saves its bytes. */
 static void pages_that_cannot_be_read_do_no_harm(void)
 {
 	struct region region, closed, gone;
@@ -340,7 +340,7 @@ static void pages_that_cannot_be_read_do_no_harm(void)
 	check_empty();
 }
 
-/* In children of @first and of itself: inaccessible, and then what the parent has there. */
+/* In children of @first and of itself: inaccessible, and then the parent's bytes. */
 static void check_opened_by_a_child(size_t first, size_t length)
 {
 	pid_t pid = fork();
@@ -483,7 +483,7 @@ static void a_failed_copy_shows_no_wrong_bytes(void)
 	check_children();
 }
 
-/* Where there is no room for what a fork must save, the registration fails. */
+/* Where there is no room for the bytes that a fork must save, the registration fails. */
 static void room_is_taken_at_the_registration(void)
 {
 	struct rf_handle handle;
@@ -527,7 +527,7 @@ __attribute__((constructor(101))) static void install_before(void)
 	pthread_atfork(register_in_the_window, NULL, NULL);
 }
 
-/* What a fork saved once is not kept for ever: here twice 160 MB, of a byte on each page. */
+/* Saved bytes are not kept for ever: here twice 160 MB, of a byte on each page. */
 static void much_room_is_given_back(void)
 {
 	const size_t count = 40000;
@@ -718,7 +718,7 @@ static void threads_register_while_others_fork(void)
 	check_empty();
 }
 
-/* It cannot be given back in time: who registers is told. */
+/* It cannot be copied in time: the caller that registers is told. */
 static void memory_that_fork_itself_uses_is_named(void)
 {
 	/* A sanitizer moves arrays elsewhere, not this. */

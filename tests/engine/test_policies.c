@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What a child gets: nothing, zeros, or a copy. */
+/* A child gets nothing, zeros, or a copy, as the policy says. */
 #define _GNU_SOURCE
 #include "check.h"
 #include "fork.h"
@@ -33,7 +33,7 @@ static void start(enum rf_mode mode)
 	check_start(mode);
 }
 
-/* What a child finds at @address: its byte there, or -1 where nothing is. */
+/* The byte that a child finds at @address, or -1 where nothing is. */
 static int child_finds(const char *address)
 {
 	int ends[2];
@@ -44,7 +44,7 @@ static int child_finds(const char *address)
 	CHECK(pipe(ends) == 0);
 	pid = fork();
 	CHECK(pid >= 0);
-	/* The kernel does not write what the process could not read. */
+	/* The kernel does not write to the pipe from memory that the process cannot read. */
 	if (!pid)
 		_exit(write(ends[1], address, 1) != 1);
 	check_wait(pid);
@@ -322,7 +322,7 @@ static void wiping_keeps_to_the_budget(void)
 				  i < 4 ? RF_OMIT : RF_WIPE);
 	CHECK(rf_stats(&stats) == 0 && stats.marked_ranges == 10 && stats.unmarked_ranges == 22);
 	CHECK(child_finds(memory) == -1 && child_finds(memory + 8 * check_page) == 0);
-	/* What is beyond it is left to the kernel, which copies. */
+	/* Ranges beyond it are left to the kernel, which copies. */
 	CHECK(child_finds(memory + 62 * check_page) == 7);
 	for (i = 0; i < 32; i++)
 		check_release(handles[i]);
@@ -394,7 +394,7 @@ static void a_mark_that_waits_is_unmarked_in_a_child(void)
 	CHECK(check_wait(pid) == 0);
 	check_fork();
 	CHECK(rf_stats(&stats) == 0 && stats.still_marked_bytes == 0);
-	/* From then on it is not this engine's, whoever marks it. */
+	/* From then on its mark is not this engine's. */
 	CHECK(!madvise(memory + 8 * check_page, 8 * check_page, MADV_WIPEONFORK));
 	pid = fork();
 	if (!pid) {
@@ -445,7 +445,7 @@ static void a_child_at_the_kernels_limit_unmarks_them_together(void)
 	check_empty();
 }
 
-/* What the child writes where it found zeros is there for its own children. */
+/* Bytes that the child writes where it found zeros are there for its own children. */
 static void check_zeros_are_its_own(pid_t pid, char *memory)
 {
 	if (!pid) {
@@ -547,7 +547,7 @@ static void a_child_starts_from_nothing(void)
 	if (!pid) {
 		CHECK(rf_handle_state(handle) == -ECHILD);
 		check_empty();
-		/* What it makes of its zeros is its own, and its children's. */
+		/* Bytes it writes there are its own, and its children's. */
 		CHECK(!(check_flags(memory) & CHECK_WF));
 		memory[0] = 8;
 		CHECK(child_finds(memory) == 8);

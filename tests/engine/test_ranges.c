@@ -54,7 +54,7 @@ static struct interval anywhere(unsigned long nth)
 	return (struct interval){ start, end };
 }
 
-/* All of it, and what an allocator hands out of it, one piece beside another. */
+/* All of it, and the pieces that an allocator hands out, one beside another. */
 static struct interval arena(unsigned long nth)
 {
 	size_t size = (size_t)1 << check_below(6), start = size * check_below(model_pages / size);
@@ -199,7 +199,7 @@ static void fill_leaves(uint32_t hole, uint32_t due)
 	}
 }
 
-/* What is odd in one leaf is not passed over with the group. */
+/* An odd leaf is not passed over with its group. */
 static void a_group_counts_its_leaves_alike(void)
 {
 	const struct rf_change all = { .count = 1, .remark = true, .mark = RF_MARK_DONTFORK };
@@ -281,7 +281,7 @@ static void natures_cut_and_registrations_part(void)
 	CHECK(!ranges.count);
 }
 
-/* The last reservation may have been for few, when most of what lives was hidden. */
+/* The last reservation may have been for few, when most live registrations were hidden. */
 static void a_small_reservation_forgets_no_one(void)
 {
 	uint32_t many = (uint32_t)check_scale(4000) & ~1u, i, round;

@@ -159,7 +159,7 @@ static void without_a_descriptor_a_copy_is_refused(void)
 	CHECK(dup(0) == 5);
 }
 
-/* What lies there is copied. The program itself cannot read it, with either call. */
+/* The bytes there are copied. The program itself cannot read them, with either call. */
 static void inaccessible_memory_is_copied_when_asked_for(void)
 {
 	char *memory = check_map(4), to[100];
@@ -234,7 +234,7 @@ static void a_wait_that_is_refused_sleeps(void)
 
 /* ---- Asking ---- */
 
-/* Shared memory stays, private memory leaves, and what is not registered stays. */
+/* Shared memory stays, private memory is omitted, and memory that is not registered stays. */
 static void check_children(const char *shared, const char *private, size_t pages)
 {
 	pid_t pid = fork();
@@ -322,7 +322,7 @@ static bool is_readable(const char *page)
 	return rf_sys_copy(&to, &from, 1) == 1;
 }
 
-/* Those of all blocks that this process can read, of the shared pages or of the others. */
+/* The bytes of all blocks that this process can read, of the shared pages or of the others. */
 static size_t readable(const char *memory, bool shared)
 {
 	size_t page, count = 0;

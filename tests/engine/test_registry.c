@@ -93,7 +93,7 @@ static void random_operations_agree_with_the_model(void)
 			check_handles();
 		}
 		if (op % 50000 == 49999) {
-			/* A child: all that lived is inherited, and so is what was dead. */
+			/* As in a child: live handles are inherited now, and dead ones too. */
 			rf_registry_clear(&registry, false);
 			for (; live_count; live_count--)
 				dead[dead_count++ % DEAD] = live[live_count - 1].handle;
@@ -125,7 +125,7 @@ static void a_stale_handle_never_names_the_slots_new_owner(void)
 	CHECK(!rf_registry_find(&registry, wrong, &why) && why == -ESTALE);
 }
 
-/* As VmPin counts what is pinned: whole pages, each registration's by themselves. */
+/* As VmPin counts: whole pages, each registration's by themselves. */
 static void bytes_are_counted_in_whole_pages(void)
 {
 	const uint64_t page = rf_sys_page_size();

@@ -337,7 +337,7 @@ static void waiting_changes_are_applied_once(void)
 	CHECK(step > 100 * stride / 7, "%lu steps", step);
 }
 
-/* ---- What a release by bytes costs ---- */
+/* ---- The cost of a release by bytes ---- */
 
 static bool go_on(void)
 {
@@ -553,7 +553,7 @@ static void a_child_works_without_the_interrupted_thread(void)
 
 /* ---- Within the fork of another thread ---- */
 
-/* What the processes of this scenario tell: steps of the last, children of all. */
+/* Numbers of this scenario's processes: steps of the last, children of all. */
 static struct {
 	unsigned long steps, children;
 } *told;

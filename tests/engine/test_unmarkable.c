@@ -142,7 +142,7 @@ static void released_huge_pages_are_told(enum rf_mode mode)
 	CHECK(rf_stats(&stats) == 0 && stats.still_marked_bytes == 2 * CHECK_HUGE, "%lu",
 	      (unsigned long)stats.still_marked_bytes);
 	CHECK(!check_child_reads(huge) && child_reads_huge(huge + 2 * CHECK_HUGE));
-	/* What was never registered is not lost. */
+	/* Memory that was never registered is not lost. */
 	CHECK(child_reads_huge(huge + CHECK_HUGE));
 	/* Registered once more, it is like any other. */
 	part = check_register(huge + 777, 5000, RF_HELD);

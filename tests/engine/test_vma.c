@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What is mapped where: one line of text, the whole table, and the kernel's own answer. */
+/* Mappings: one line of text, the whole table, and the kernel's own answer. */
 #define _GNU_SOURCE
 #include "check.h"
 #include "kernel.h"
@@ -209,7 +209,7 @@ static void huge_pages_are_known(void)
 	compare_everywhere();
 }
 
-/* A path longer than what is read at once, of which a piece looks like a line of maps. */
+/* A path longer than one read, of which a piece looks like a line of maps. */
 static void a_long_path_is_no_mapping(void)
 {
 	static const char fake[] = "1000-7fffffff0000 rw-p 00000000 00:00 0 ";

@@ -55,7 +55,7 @@ static bool try_children_find(char *const *addresses, int *found, size_t count)
 	pid = fork();
 	CHECK(dup2(before, 2) == 2);
 	if (!pid) {
-		/* The kernel does not write what the process could not read. */
+		/* The kernel does not write to the pipe from memory that the process cannot read. */
 		for (i = 0; i < count; i++)
 			if (write(bytes[1], addresses[i], 1) == 1)
 				CHECK(write(bytes[1], &i, sizeof(i)) == sizeof(i));
@@ -248,7 +248,7 @@ static void release_limited(void)
 	check_empty();
 }
 
-/* What a child maps takes the room of what it was not given. */
+/* A child's new mapping takes the room of the memory it lacks. */
 static void zeros_fit_in_the_data_limit(void)
 {
 	int found[4];
@@ -272,7 +272,7 @@ static void zeros_fit_in_the_data_limit(void)
 	release_limited();
 }
 
-/* A limit lowered below what is in use: what is wiped by the kernel is there, the rest is told. */
+/* A limit lowered below the use: memory the kernel wipes is there, the rest is told. */
 static void beyond_the_data_limit_pages_are_absent_and_told(void)
 {
 	int found[4];
@@ -393,7 +393,7 @@ static void nothing_is_overcommitted(void)
 
 /* ---- A library that was loaded earlier: its child handler is run before ours ---- */
 
-static char *occupied;		/* what it maps in the child */
+static char *occupied;		/* its mapping in the child */
 static size_t occupied_pages[2];	/* the first of them, and one more */
 
 static void map_in_child(void)
@@ -422,7 +422,7 @@ __attribute__((constructor(101))) static void install_before(void)
 
 #define PAGES 16
 
-/* What that library has mapped stays its own, the other pages are zeros, and it is told. */
+/* That library's mapping stays its own, the other pages are zeros, and it is told. */
 static void an_occupied_page_is_told(void)
 {
 	char *file = map_file(PAGES, PROT_READ | PROT_WRITE), *places[PAGES];
@@ -544,7 +544,7 @@ static void marks_left_by_a_release_are_not_told(void)
 
 /* ---- userfaultfd ---- */
 
-static int faults_fds[64]; /* the process's own, then those of its children */
+static int faults_fds[64]; /* the process's own, then its children's */
 static unsigned int forks_seen;
 
 /* Pages full of 5. No malloc(): fork() has its locks until its event is read. */
@@ -610,7 +610,7 @@ static void served_memory_is_wiped(void)
 	check_empty();
 }
 
-/* Who asked to serve children too decides what is there; fork() does not hang. */
+/* A program that asked to serve children decides what is there; fork() does not hang. */
 static void a_userfaultfd_that_serves_children_decides(void)
 {
 	char *memory = map_served(8, UFFD_FEATURE_EVENT_FORK);

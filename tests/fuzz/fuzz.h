@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * A fuzzer is this function, of one input. libFuzzer calls it with what it makes up,
- * replay.c with what is in tests/fuzz/corpus.
+ * A fuzzer is this function, of one input. libFuzzer calls it with inputs of its own,
+ * replay.c with those of tests/fuzz/corpus.
  */
 #ifndef FUZZ_H
 #define FUZZ_H

@@ -212,7 +212,7 @@ static void any_object(void)
 	use();
 }
 
-/* ---- What a linker could write ---- */
+/* ---- Objects as a linker writes them ---- */
 
 static rf_elf_entry *entries;
 
@@ -231,7 +231,7 @@ static uint32_t gnu_hash_of(const char *name)
 	return hash;
 }
 
-/* Symbol n + 1 is the name order[n]; those from @first on are in the table. */
+/* Symbol n + 1 is the name order[n]; symbols from @first on are in the table. */
 static void write_gnu_hash(uint32_t *table, const size_t *order, size_t first, uint32_t buckets)
 {
 	uint32_t *heads = table + 4 + 2, *chain = heads + buckets, hash, bucket;

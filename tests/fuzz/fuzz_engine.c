@@ -47,8 +47,8 @@ enum verdict {
 struct page {
 	bool mapped, shared;
 	bool moved;		/* here by mremap(), registered where it came from */
-	bool doubted;		/* somebody who does not hold it wished to register it */
-	unsigned char tag;	/* what it is full of */
+	bool doubted;		/* a registration that does not hold it was tried */
+	unsigned char tag;	/* the byte it is full of */
 	unsigned int born;
 };
 
@@ -101,7 +101,7 @@ int pthread_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(vo
 	return __register_atfork(prepare, parent, child, NULL);
 }
 
-/* ---- What is true ---- */
+/* ---- The rules ---- */
 
 static uintptr_t address(size_t page)
 {
@@ -149,7 +149,7 @@ static bool takes(const struct registration *registration, size_t page)
 	return trusted ? fills(registration, page) : touches(registration, page);
 }
 
-/* It speaks of what was mapped there before. */
+/* Does it speak of memory that was mapped there before? */
 static bool is_stale_near(const struct registration *registration, size_t page)
 {
 	return registration->policy != RF_KEEP && registration->made < pages[page].born &&
@@ -199,7 +199,7 @@ static enum verdict judge(size_t page, bool now_forked)
 	return verdict;
 }
 
-/* What a child finds on a page that is kept from it. */
+/* A child's finding on a page that is kept from it. */
 static enum rf_finds finds(size_t page)
 {
 	enum rf_finds best = RF_FINDS_COPY;
@@ -274,7 +274,7 @@ static void check_list(void)
 
 			if (page >= PAGES || !pages[page].mapped || !is_certain(page))
 				continue;
-			/* What waits to be unmarked counts as marked. */
+			/* A range with a retry counts as marked. */
 			if (list[i].protection == RF_BY_ADVICE && !lingering)
 				CHECK(flags & (CHECK_DC | CHECK_WF), "page %zu", page);
 			if (list[i].protection == RF_BY_SHARING)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* What is written as JSON is JSON, and reads as what was written: any names, any bytes. */
+/* The writer's output is JSON, and reads as the values given: any names, any bytes. */
 #include "check.h"
 #include "fuzz.h"
 #include "preload/json.h"
@@ -70,7 +70,7 @@ static void expect_string(const char *value)
 	expect("\"");
 }
 
-/* ---- What is written, and then read ---- */
+/* ---- Values, written and then read ---- */
 
 struct item {
 	char kind;		/* { [ } ] s n, or 0 for null */
@@ -215,7 +215,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t nbytes)
 	text[json.used] = '\0';
 	at = text;
 	expect_items();
-	/* Where it does not fit, it says so, and what is there is the beginning. */
+	/* Where it does not fit, it says so, and has written the beginning. */
 	whole = json.used;
 	small = malloc(limit + 1);
 	rf_json_begin(&json, small, limit);

@@ -140,7 +140,7 @@ static void plan(struct function *function, bool fails)
 	function->planned = true;
 }
 
-/* Somebody else may have changed the unit since: then nothing is written. */
+/* Other code may have changed the unit since: then nothing is written. */
 static void apply(struct function *function)
 {
 	struct rf_patch *patch = &function->patch;

@@ -193,7 +193,7 @@ static void any_version(void)
 	      rf_kernel_parse_version(text), expected);
 }
 
-/* ---- What a kernel could say ---- */
+/* ---- Answers of a kernel ---- */
 
 struct mapping {
 	struct rf_vma vma;
@@ -232,7 +232,7 @@ static void print_path(void)
 	print("\n");
 }
 
-/* The same line goes to both files, and to smaps what it says of it. */
+/* The same line goes to both files, and its details to smaps. */
 static void print_mapping(const struct mapping *mapping)
 {
 	const struct rf_vma *vma = &mapping->vma;

@@ -133,11 +133,11 @@ class Structure(ctypes.Structure):
 new_capsule = ctypes.pythonapi.PyCapsule_New
 new_capsule.restype = ctypes.py_object
 new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-KEPT = []  # names of capsules, and what they point to
+KEPT = []  # names of capsules, and their pointers
 
 
 def capsule(name, ndim=0, extents=None):
-    """A DLManagedTensor, or what says so."""
+    """A DLManagedTensor, or a pretender."""
     memory = (ctypes.c_char * 4096)()
     shape = None if extents is None else (ctypes.c_int64 * len(extents))(*extents)
     header = ctypes.create_string_buffer(128)
@@ -265,7 +265,7 @@ def others(surface):
 def classes():
     found = [getattr(rdmafork, name) for name in dir(rdmafork)]
     found = [kind for kind in found if inspect.isclass(kind)]
-    # Those that nobody is given, but anybody can reach.
+    # Private objects that any code can reach.
     hidden = [
         type(held)
         for held in gc.get_referents(_registered())
@@ -336,7 +336,7 @@ class Surface:
                 del self.objects[self.random.randrange(len(self.kinds), len(self.objects))]
 
     def step(self):
-        """One call; what it raises is an Exception, and not what says that C went wrong."""
+        """One call; it raises an Exception, and none that says that C went wrong."""
         self.depth += 1
         self.calls += 1
         try:
@@ -363,7 +363,7 @@ class Surface:
         return self.random.choice((rdmafork.register, rdmafork.Buffer))(self.argument())
 
     def method(self):
-        """Of an object, or of its class with whatever for self."""
+        """A method of an object, or of its class with anything for self."""
         thing = self.random.choice(self.objects)
         owner = thing if self.random.random() < 0.8 or inspect.isclass(thing) else type(thing)
         name = self.random.choice([name for name in dir(owner) if name not in SKIPPED])
@@ -449,13 +449,13 @@ def play(seed, inherited):
     for _ in range(CALLS):
         surface.step()
     calls, errors = surface.calls, surface.errors
-    surface.depth = 9  # who is deleted now meddles no more
+    surface.depth = 9  # objects deleted from here on meddle no more
     surface.objects.clear()
     surface.simple.clear()
     inherited.clear()
     surface = None
     gc.collect()
-    # What a class was given for an attribute, it holds.
+    # A class holds the values that its attributes were given.
     live = [o for o in gc.get_objects() if isinstance(o, rdmafork.Registration) and not o.closed]
     held = [
         o for o in live if not o.inherited and [r for r in gc.get_referrers(o) if r is not live]
@@ -468,7 +468,7 @@ def play(seed, inherited):
 
 
 def some_objects():
-    """What a parent has, and a child inherits."""
+    """Objects that a parent has, and a child inherits."""
     closed = rdmafork.register(bytearray(5000))
     closed.close()
     return [

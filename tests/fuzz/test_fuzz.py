@@ -1,7 +1,7 @@
-"""What is read from outside, as any bytes: each reader takes them for something, or says no.
+"""Any bytes for the readers of outside data: each takes them for something, or says no.
 
-sysfs, RDMA netlink, ELF files, and the lines of a report. The engine's own readers are in
-tests/fuzz. RDMAFORK_TEST_EXAMPLES=n sets how many inputs each test makes up.
+sysfs, RDMA netlink, ELF files, and the lines of a report. The engine's own readers have
+fuzzers in C beside this file. RDMAFORK_TEST_EXAMPLES=n sets how many inputs each test makes up.
 """
 
 import argparse
@@ -36,7 +36,7 @@ some = hypothesis.settings(
 
 # ---- sysfs ------------------------------------------------------------------------------
 
-# What a file may hold: what it should, nearly that, or anything.
+# A file's text: a right one, a nearly right one, or anything.
 WORDS = [b"4: ACTIVE", b"-1", b"0x1f", b"1: CA", b"InfiniBand", b"100 Gb/sec (4X EDR)", b"\n", b""]
 contents = st.one_of(
     st.sampled_from(WORDS),
@@ -46,7 +46,7 @@ contents = st.one_of(
     st.tuples(st.sampled_from(WORDS), st.binary(max_size=4)).map(b"".join),
     st.just(b"9" * 5000),
 )
-# What may be there in place of it.
+# Other things in its place.
 OTHERS = ["gone", "directory", "loop", "dangling", "fifo", "unchanged"]
 fates = st.one_of(contents, st.sampled_from(OTHERS))
 
@@ -138,7 +138,7 @@ def test_a_guid_is_read_as_it_is_written(guid):
 
 
 class Link:
-    """A socket that says what it was told to."""
+    """A socket that answers as it was told."""
 
     def __init__(self, answers):
         self.answers = list(answers)

@@ -76,7 +76,7 @@ def test_a_c_program_is_built_where_paths_have_spaces(tmp_path):
 
 
 def test_a_c_program_meets_another_abi(program, tmp_path):
-    """It does not start, and the loader names who wants what of whom."""
+    """It does not start, and the loader names the program, the symbol's version and the library."""
     (tmp_path / "other.map").write_text("RDMAFORK_99 { global: rf_*; };")
     (tmp_path / "other.c").write_text("int rf_abi(void) { return 99; }")
     other = tmp_path / "librdmafork.so"
@@ -248,7 +248,7 @@ def make_install(*variables):
     root = EXAMPLES.parent
     if not (root / "rdmafork/librdmafork.so").is_file():
         pytest.skip("needs a checkout that is built")
-    # What is built is what is tested, even if a source is newer.
+    # The library is tested as it is built, even if a source is newer.
     done = command("make", "-C", root, "-o", ".venv/built", "install", *variables)
     assert done.returncode == 0, done.stdout
 

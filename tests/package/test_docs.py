@@ -23,7 +23,7 @@ from rdmafork.benchmarks import _plots
 
 SNIPPETS = snippets.all_snippets()
 file_of = runpy.run_path(str(ROOT / "docs/_ext/named_tests.py"))["file_of"]
-# What shows something and executes nothing; the others of MyST do not occur.
+# Directives that only show; MyST's others do not occur.
 SHOWN = re.compile(
     r"(text)?$|\{(eval-rst|toctree|figure|drawing|(literal)?include|(list-)?table)\}"
 )
@@ -45,7 +45,7 @@ def test_a_snippet_does_what_it_says(snippet, tmp_path):
 
 
 def test_no_block_is_passed_over():
-    """What is neither run nor shown is of a language that nobody executes: a reason is due."""
+    """A block that is not run is of a language that is only shown, or has a reason."""
     for snippet in SNIPPETS:
         runs = snippet.language in snippets.RUN
         assert runs or snippet.why_not or SHOWN.match(snippet.language), f"{snippet}: what is it?"
@@ -116,7 +116,7 @@ def test_prose_has_no_links_to_tests():
     assert not [page for page in pages if NAMED.search(page.read_text())]
 
 
-# Words of those who work on the engine; docs/why.md has the user's.
+# Words for work on the engine; docs/why.md has the user's.
 INTERNAL = re.compile(
     r"\b(absent|folded|floors?|peers?|serve[sd]?|unprepared|given back|left to the|holes?)\b",
     re.IGNORECASE,
@@ -150,7 +150,7 @@ def test_help_and_errors_have_the_words_of_users():
 
 
 def keys_of(value):
-    """Those of a JSON document, and of all in it, as words."""
+    """The keys of a JSON document, and of all in it, as words."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield key.replace("_", " ")
@@ -244,7 +244,7 @@ def test_every_page_can_be_reached():
 
 
 def listed(page, directive):
-    """What the directives of a page have for arguments."""
+    """The arguments of a page's directives."""
     text = (ROOT / "docs" / page).read_text()
     return set(" ".join(re.findall(rf"^\.\. {directive}:: (.*)$", text, re.MULTILINE)).split())
 

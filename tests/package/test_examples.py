@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def example(name, *arguments, before=(sys.executable,), env=None):
-    """What examples/name prints, once it has ended well; stderr is in it."""
+    """The output of examples/name, once it has ended well; stderr is in it."""
     done = subprocess.run(
         [*before, str(EXAMPLES / name), *map(str, arguments)],
         env=environment(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -67,7 +67,7 @@ def test_large_buffers():
 
 
 def test_large_buffers_without_huge_pages():
-    """As most will see it first: the others go on, and what to do is said."""
+    """Most users will see this first: the others go on, and a remedy is named."""
     said = example("large_buffers.py", free_huge_pages() * 2 + 8)
     assert re.search(r"^2 MiB huge pages .*needed, .*raise /proc/sys/vm/nr_hugepages$", said, re.M)
 

@@ -1,4 +1,4 @@
-"""The script that draws who includes and calls whom in csrc/ finds what must not be."""
+"""The script that draws includes and calls of csrc/ finds circles and calls upwards."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What `make release-check` finds before a tag is pushed, which publishes."""
+"""`make release-check` finds these faults before a tag is pushed, which publishes."""
 
 import re
 import shutil
@@ -85,7 +85,7 @@ class Project:
         self.git("commit", "-qm", name)
 
     def check(self, version="0.10.0"):
-        """What is wrong."""
+        """The faults that it names."""
         done = self.run(".ci/release-check", version)
         wrong = re.findall(r"^FAILED  (.*)$", done.stdout, re.M)
         assert done.returncode == bool(wrong), done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What others cannot make of rdmafork: by the environment, by arguments, by where it is run.
+"""Attacks on rdmafork that fail: by the environment, by arguments, by the place it is run.
 
 Elsewhere: that no symbol but the documented is exported (test_cost), that a child holds no handle
 of the parent's device (tests/engine/test_descriptors.c, tests/vm/test_children.py), and every call
@@ -30,7 +30,7 @@ from rdmafork.cli import elf as reader
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = rdmafork.get_library()
-# Those of another Python may lie beside them.
+# Modules of another Python may lie beside them.
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 MODULES = sorted(Path(rdmafork.__file__).parent.glob(f"_*{SUFFIX}"))
 NOBODY = {"user": 65534, "group": 65534, "extra_groups": []}
@@ -40,7 +40,7 @@ root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users
 compiler = os.environ.get("CC", "cc")
 
 
-# ---- what the objects are built with ----------------------------------------------------
+# ---- flags that objects are built with --------------------------------------------------
 
 GNU_STACK, GNU_RELRO = 0x6474E551, 0x6474E552
 DT_TEXTREL, DT_FLAGS, DT_FLAGS_1 = 22, 30, 0x6FFFFFFB
@@ -50,7 +50,7 @@ LANDING = {"x86_64": [b"\xf3\x0f\x1e\xfa"], "aarch64": [b"\x5f\x24\x03\xd5", b"\
 
 
 def hardening(path):
-    """What the file says of itself, and of the functions it exports."""
+    """The headers of the file, and the functions it exports."""
     elf = Elf(bytearray(Path(path).read_bytes()))
     segments = {header[0]: header for header in elf.headers}
     with reader.Elf(str(path)) as file:
@@ -180,7 +180,7 @@ def test_flags_of_one_s_own_leave_it_optimized(built):
 
 
 def test_the_loader_looks_nothing_up_in_fork_handlers(built):
-    """Whatever it is built with, and without: the library is bound when it is loaded."""
+    """With any flags, and without: the library is bound when it is loaded."""
     for flags in ({}, {"CFLAGS": "-O2", "LDFLAGS": "-Wl,-z,relro"}):
         (library,) = [path for path in built(compiler, **flags) if path.name == "librdmafork.so"]
         assert "now" in hardening(library)
@@ -188,7 +188,7 @@ def test_the_loader_looks_nothing_up_in_fork_handlers(built):
 
 # ---- programs with more rights than their user (AT_SECURE) ------------------------------
 
-# Every variable that means something to rdmafork, with what would be noticed.
+# Every variable that means something to rdmafork, with the sign that it was read.
 VARIABLES = {
     "RDMAFORK_MODE": "nonsense",
     "RDMAFORK_TRUST_COPYING": "nonsense",
@@ -235,7 +235,7 @@ def test_all_variables_are_known_here():
         r'(?:getenv|variable|is_set|copy_variable|environ\.get)\([^;]*?"([A-Z_]+)"', re.S
     )
     found = {name for path in sources for name in names.findall(path.read_text())}
-    found |= {"RDMAV_HUGEPAGES_SAFE"}  # accepted, and read by nobody
+    found |= {"RDMAV_HUGEPAGES_SAFE"}  # accepted, and never read
     assert found == {*VARIABLES, "RDMAFORK_REPORT", "SYSFS_PATH"}
 
 
@@ -268,7 +268,7 @@ def test_a_set_uid_program_reads_no_variable(open_directory):
         done = subprocess.run([program], env=env, capture_output=True, text=True, **NOBODY)
         return done.stdout.split(), done.stderr, report.exists()
 
-    # As it is, all of them are read: the engine is not started, for what the first says.
+    # Unchanged, all of them are read: the engine is not started, because of the first one.
     secure, error, _ = run("ordinary")
     assert secure[0] == "0" and int(secure[2]) < 0 and "RDMAFORK_MODE=nonsense" in error
     os.chmod(program, 0o4755)
@@ -307,7 +307,7 @@ def test_neither_does_a_set_uid_python(open_directory):
 
 # ---- where it is run ----------------------------------------------------------------------
 
-# What looks in the working directory, or in one that is named relatively, runs these.
+# Code that looks in the working directory, or in one named relatively, runs these.
 TRAPS = ("rdmafork.py", "json.py", "argparse.py", "sitecustomize.py", "usercustomize.py", "rich.py")
 LIBRARIES = ("libibverbs.so.1", "librdmafork.so", "librdmacm.so.1", "libc.so.6")
 
@@ -343,7 +343,7 @@ os.wait()
 
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):
-    """The working directory, where whatever is run or loaded leaves a file."""
+    """The working directory, where every program or module that is run or loaded leaves a file."""
     trap = f"open({str(tmp_path / 'caught')!r}, 'a').write(__file__)\n"
     for name in TRAPS:
         (tmp_path / name).write_text(trap)
@@ -362,7 +362,7 @@ def hostile(tmp_path, monkeypatch):
     assert not (tmp_path / "caught").exists(), (tmp_path / "caught").read_text()
 
 
-# What gives a descriptor and can say O_CLOEXEC, and those that cannot.
+# Calls that give a descriptor and can say O_CLOEXEC, and calls that cannot.
 GIVES = (
     "open openat openat2 creat socket socketpair accept accept4 pipe pipe2 dup dup2 dup3 eventfd "
     "eventfd2 epoll_create epoll_create1 memfd_create timerfd_create signalfd signalfd4 "
@@ -378,7 +378,7 @@ CUT = re.compile(r"^(\d+) +(?:(.*) <unfinished \.\.\.>|<\.\.\. \w+ resumed>(.*))
 
 
 def whole(trace):
-    """Its lines; those of calls that others came between are put together."""
+    """Its lines; calls that were interrupted by others are put together."""
     begun = {}
     for line in trace.splitlines():
         cut = CUT.match(line)
@@ -410,7 +410,7 @@ STRACE = ["strace", "-f", "--seccomp-bpf", "-qq", "-s", "300"]
 
 
 def traced(command, tmp_path, status):
-    """What strace says of a command, its interpreter's own start included."""
+    """strace's output about a command, its interpreter's own start included."""
     if not shutil.which("strace"):
         pytest.skip("needs strace")
     output = tmp_path / "trace"
@@ -446,7 +446,7 @@ def test_no_descriptor_outlives_exec_and_nothing_relative_is_run(hostile, comman
 
 
 def is_anybodys(path):
-    """May anybody put it there, or replace it?"""
+    """May any user put it there, or replace it?"""
     with contextlib.suppress(FileNotFoundError):
         for place in (os.stat(path), os.stat(os.path.dirname(path))):
             if stat.S_ISREG(place.st_mode) or stat.S_ISDIR(place.st_mode):
@@ -498,7 +498,7 @@ def test_a_report_is_not_written_through_a_link(tmp_path, kind):
     assert refused.returncode == 125 and "it is a symbolic link" in " ".join(refused.stderr.split())
     report.unlink()
     assert run() == (0, "", "") and '"pid"' in report.read_text()
-    # Those of /dev are the way to say: here.
+    # Files of /dev are named so: here.
     env["RDMAFORK_REPORT"] = "/dev/stderr"
     assert '"pid"' in run()[2]
 
@@ -507,7 +507,7 @@ def test_a_report_is_not_written_through_a_link(tmp_path, kind):
 
 
 def _tensor():
-    """A registration of a tensor, which holds an object of a class nobody is given."""
+    """A registration of a tensor, which holds an object of a private class."""
     numpy = pytest.importorskip("numpy")
 
     class Tensor:

@@ -1,4 +1,4 @@
-"""What is published, by `make wheel`, and installed: `make test-wheel` runs this."""
+"""The wheel that `make wheel` makes, installed: `make test-wheel` runs this."""
 
 import importlib.metadata
 import os

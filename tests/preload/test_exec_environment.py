@@ -1,4 +1,4 @@
-"""What the environment of "rdmafork exec" makes of a program: the engine, children, the report."""
+"""A program in the environment of "rdmafork exec": the engine, children, the report."""
 
 import contextlib
 import errno
@@ -85,7 +85,7 @@ def _unasked(*paths):
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 def test_registrations_that_come_and_go_leave_no_mappings(mode):
-    """Thousands of them, overlapping, forked in between: what ends a transfer engine."""
+    """Thousands of them, overlapping, with forks in between, as a transfer engine makes them."""
     source = """
         import ctypes, mmap, os, random
         libc = ctypes.CDLL(None, use_errno=True)
@@ -376,7 +376,7 @@ def test_the_path_of_a_library_in_the_program_is_the_program_s(report, tmp_path)
     assert library["path"] == program
 
 
-# ---- who forked ------------------------------------------------------------------------------
+# ---- callers of fork() ------------------------------------------------------------------------
 
 
 FORKS = """

@@ -1,4 +1,4 @@
-"""What other libraries register is protected too: fork_init(intercept=True).
+"""Registrations of other libraries are protected too: fork_init(intercept=True).
 
 The libraries are built here, with the shape of libibverbs and in all the ways it is linked;
 tests/vm has real ones at a device.
@@ -132,7 +132,7 @@ def _loaded_later(path, how, noticed):
 
 @pytest.mark.parametrize(("options", "how"), LINKED)
 def test_one_that_is_loaded_again(build, options, how):
-    """Where it was before, perhaps: nothing of what was done to it is there any more."""
+    """At its old address, perhaps: none of the changes made to it is there any more."""
     run(_loaded_again, build("libibverbs.so.1", options), how)
 
 
@@ -242,7 +242,7 @@ def _protects_already(path):
 
 @pytest.mark.parametrize(("options", "how"), LINKED)
 def test_one_that_was_asked_to_protect_and_has_nothing_yet(build, options, how):
-    """Nothing is taken from it: so NCCL leaves it, before anybody could look."""
+    """None of its calls is taken over: NCCL leaves it so, before a look is possible."""
     run(_has_nothing_yet, build("libibverbs.so.1", options), how)
 
 
@@ -365,7 +365,7 @@ int user_fork_init(void) { return ibv_fork_init(); }
     ],
 )
 def test_its_users_ask_for_protection_and_get_it(build, tmp_path, options, how):
-    """Interposing alone would swallow ibv_fork_init(), and nobody would protect then."""
+    """Interposing alone would swallow ibv_fork_init(), and no library would protect then."""
     source = tmp_path / "user.c"
     source.write_text(USER)
     verbs = build("libibverbs.so.1", options)

@@ -1,4 +1,4 @@
-"""Who forks, told with the Python stack where RDMAFORK_TRACE_FORKS asks for it."""
+"""Callers of fork(), told with the Python stack where RDMAFORK_TRACE_FORKS asks for it."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What "rdmafork exec" does for the forks of programs that were not changed."""
+"""Forks of programs that were not changed, with and without "rdmafork exec"."""
 
 import json
 import subprocess
@@ -47,6 +47,6 @@ def test_without_it_the_kernel_copies_it_and_fork_takes_longer(programs):
         alone, executed = programs[name]["alone"], programs[name]["under exec"]
         saved = alone["child_own_bytes"] - executed["child_own_bytes"]
         assert saved > alone["registered_bytes"] * 0.9
-        # Those that do not fork themselves share the guest's one processor with their client.
+        # Programs that do not fork themselves share the guest's one processor with their client.
         if "in_place" in alone:
             assert executed["fork_ns"]["median"] < alone["fork_ns"]["median"]

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Memory of all kinds, and what every byte of it is to be. */
+/* Memory of all kinds, and the value that every byte of it is to have. */
 #define _GNU_SOURCE
 #include "soak.h"
 
@@ -110,7 +110,7 @@ void soak_buffer_unmap(struct soak_buffer *buffer)
 	else if (buffer->kind == SOAK_HOLED)
 		SOAK_CHECK(!munmap(buffer->place, mapped_bytes(buffer)));
 	else if (buffer->kind != SOAK_STACK)
-		/* A hole would be for the next mapping of anybody. */
+		/* Any next mapping could take a hole. */
 		SOAK_CHECK(mmap(buffer->place, buffer->room, PROT_NONE,
 				MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
 				0) != MAP_FAILED);

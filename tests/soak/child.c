@@ -39,7 +39,7 @@ struct plan {
 	bool thorough;	/* everything there is, and a child of its own */
 	bool swift;	/* looks at a page or two, and is gone */
 	unsigned int buffers;	/* looked at */
-	size_t pages;	/* of each, beside those where something is registered */
+	size_t pages;	/* of each, beside the pages where memory is registered */
 	enum end end;
 	struct soak_buffer *shared;	/* the child writes there, for both; or NULL */
 	size_t at;
@@ -51,12 +51,12 @@ enum gate {
 	LEAVE,
 };
 
-/* ---- What a child is promised ---- */
+/* ---- Promises to a child ---- */
 
 struct promise {
 	bool omitted, wiped;	/* by one that fills the page */
 	bool partial;		/* one only touches it, and it is copied by the engine */
-	bool stale;		/* by one that speaks of what was there before */
+	bool stale;		/* by one that speaks of earlier memory there */
 	char *page;		/* which is marked as one */
 	size_t nbytes;
 };
@@ -161,7 +161,7 @@ static void look_at_page(const struct soak_buffer *buffer, char *page, const str
 	soak_count(&soak_children->pages_absent, !present);
 	soak_count(&soak_children->pages_wiped, promise.wiped && present);
 	if (promise.stale || (plan->raw && registered)) {
-		/* No handler has marked what waits, or given anything back. */
+		/* No handler has marked pending memory, or copied partial pages. */
 		if (present && buffer->kind != SOAK_SHARED)
 			check_either(buffer, from, found, nbytes);
 	} else if (promise.omitted) {
@@ -229,7 +229,7 @@ static void look(struct soak_worker *worker, const struct plan *plan)
 	}
 }
 
-/* ---- What a child does ---- */
+/* ---- A child's work ---- */
 
 static void write_over_page(char *at, size_t nbytes)
 {
@@ -249,7 +249,7 @@ static void write_over_buffer(const struct soak_buffer *buffer, size_t stride)
 		write_over_page(buffer->start + at, buffer->nbytes - at);
 }
 
-/* What it has of its parent's thread; thorough, of other threads too. */
+/* Its memory of its parent's thread; thorough, of other threads too. */
 static void write_over(struct soak_worker *worker, const struct plan *plan)
 {
 	unsigned int i;
@@ -285,7 +285,7 @@ static void let_go(const struct soak_worker *worker)
 		}
 }
 
-/* 99 if it found what it should not. */
+/* 99 if it found a wrong byte. */
 static void expect_end(pid_t child, int expected, const char *whose)
 {
 	int status;
@@ -489,7 +489,7 @@ static struct plan make_plan(struct soak_worker *worker)
 	plan.thorough = soak_below(&worker->random, 64) == 0;
 	plan.end = soak_below(&worker->random, ENDS);
 	plan.swift = !plan.thorough && soak_below(&worker->random, 3) != 0;
-	/* exit() is for those whose locks fork() has seen to. */
+	/* exit() is for children whose locks fork() has seen to. */
 	if ((plan.raw && plan.end == END_EXIT) || (plan.swift && plan.end == END_KILLED))
 		plan.end = END_NOW;
 	plan.met = !plan.swift &&

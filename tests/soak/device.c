@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * What pins memory and moves bytes through the pins: io_uring, or a pair of reliable
+ * The device, which pins memory and moves bytes through the pins: io_uring, or a pair of reliable
  * connections (tests/vm/rc.c), each thread its own.
  *
  * An io_uring's fixed buffers are pinned together, so each pin has a ring; rings stay
@@ -167,7 +167,7 @@ static int32_t ring_run(struct soak_pin *pin, uint8_t opcode, int fd, char *at, 
 	do
 		rc = syscall(ENTER, pin->fd, 1, 1, WAIT, NULL, 0);
 	while (rc < 0 && (errno == EAGAIN || errno == EBUSY));
-	/* A signal after it was submitted; nobody sends any, but debuggers. */
+	/* A signal after it was submitted; only debuggers send any. */
 	SOAK_CHECK(rc == 1 || (rc < 0 && errno == EINTR));
 	while (__atomic_load_n(pin->cq_tail, __ATOMIC_ACQUIRE) == head)
 		(void)syscall(ENTER, pin->fd, 0, 1, WAIT, NULL, 0);
@@ -348,7 +348,7 @@ void soak_device_unpin(struct soak_device *device, struct soak_pin *pin)
 
 void soak_device_read(struct soak_device *device, struct soak_pin *pin, char *at, size_t nbytes)
 {
-	/* RDMA: by the peer, of what lies behind the remote key. */
+	/* RDMA: by the peer, of the memory behind the remote key. */
 	if (soak.device) {
 		verbs_move(device, pin, RC_READ, at, nbytes);
 		return;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Beside the traffic: whatever makes the kernel put a page elsewhere. */
+/* Beside the traffic: all calls that make the kernel put a page elsewhere. */
 #define _GNU_SOURCE
 #include "soak.h"
 
@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 #define BATCH 64
-#define MOVE_ALL 4	/* MPOL_MF_MOVE_ALL: those that children share, too */
+#define MOVE_ALL 4	/* MPOL_MF_MOVE_ALL: pages that children share, too */
 
 #ifndef MADV_PAGEOUT
 #define MADV_PAGEOUT 21
@@ -40,7 +40,7 @@ static unsigned int count_nodes(void)
 	return nodes ? nodes : 1;
 }
 
-/* Pages that were migrated, by anybody on this machine. */
+/* Pages that were migrated, by any process of this machine. */
 static uint64_t migrated(void)
 {
 	char text[16384], *at;

@@ -44,7 +44,7 @@ def huge_pages(number, device):
     """How many there may be: some for every ninth run, as the pool is the machine's."""
     with contextlib.ExitStack() as stack:
         have = False
-        if device and number % 2:  # a guest's are nobody else's
+        if device and number % 2:  # a guest's are its own
             have = free_huge_pages() >= POOL
         elif number % 9 == 3:
             with contextlib.suppress(pytest.skip.Exception):
@@ -53,7 +53,7 @@ def huge_pages(number, device):
 
 
 def run(program, mode, threads, seconds, huge, device):
-    """What it printed; ends this program where it failed."""
+    """Its output; ends this program where it failed."""
     command = [program, "--seconds", f"{seconds:.1f}", "--mode", mode, "--threads", str(threads)]
     command += ["--seed", str(secrets.randbits(48) + 1), "--huge", str(huge)]
     command += ["--device", device] * bool(device)
@@ -64,7 +64,7 @@ def run(program, mode, threads, seconds, huge, device):
 
 
 def total(results):
-    """Sums of what was counted; of what is the same in all of them, that."""
+    """Sums of the counts; values that are the same in all lines stay."""
     sums = {"runs": len(results)}
     for name, value in results[0].items():
         values = [result[name] for result in results]
@@ -89,7 +89,7 @@ def sum_of(values):
     sums = Counter()
     for value in values:
         sums.update(value)
-    for name in {"nodes", "abi", "engine_bytes"} & set(sums):  # what there was, not how often
+    for name in {"nodes", "abi", "engine_bytes"} & set(sums):  # the kinds, not their number
         sums[name] = max(value[name] for value in values)
     return sums
 

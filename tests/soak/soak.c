@@ -45,7 +45,7 @@ static double now(void)
 
 /* ---- Failures ---- */
 
-/* One write(), so that what several processes say stays apart. */
+/* One write(), so that lines of several processes stay apart. */
 static void say(const char *text, size_t nbytes)
 {
 	(void)!write(STDERR_FILENO, text, nbytes);
@@ -271,7 +271,7 @@ static void print_result(const struct rf_stats *stats)
 	fflush(stdout);
 }
 
-/* ---- What is asked for ---- */
+/* ---- Options ---- */
 
 static const char *const faults[] = {
 	[SOAK_SOUND] = "nothing",

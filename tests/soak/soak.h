@@ -40,11 +40,11 @@
 #define SOAK_TSAN 0
 #endif
 
-/* What is done wrong on purpose, to see it found. */
+/* Faults made on purpose, to see them found. */
 enum soak_fault {
 	SOAK_SOUND,
-	SOAK_UNSEEN,	/* no rf_fork_init(): children find what they should not */
-	SOAK_LOST,	/* the same, and no child looks: what the device does may be lost */
+	SOAK_UNSEEN,	/* no rf_fork_init(): children find bytes they should not */
+	SOAK_LOST,	/* the same, and no child looks: the device's writes may be lost */
 	SOAK_MOVED,	/* a pinned page is replaced by its copy, as copy-on-write would */
 };
 
@@ -68,7 +68,7 @@ static inline bool soak_is_protected(void)
 	return soak.fault != SOAK_UNSEEN && soak.fault != SOAK_LOST;
 }
 
-/* What was done: each thread its own, and children in memory they share. */
+/* Counts of the work: each thread its own, and children in memory they share. */
 struct soak_counts {
 	uint64_t operations;	/* of any kind: does it go on? */
 	uint64_t registrations, releases, refusals, remaps, holes;
@@ -120,7 +120,7 @@ struct soak_pin;
 struct soak_device *soak_device_open(void);
 void soak_device_close(struct soak_device *device);
 
-/* What is moved goes from here, and comes here: SOAK_BOUNCE bytes that children share. */
+/* Transfers go from here, and come here: SOAK_BOUNCE bytes that children share. */
 char *soak_device_bounce(struct soak_device *device);
 
 /*
@@ -153,7 +153,7 @@ struct soak_registration {
 	char *start, *end;
 	enum rf_policy policy;
 	bool held;
-	bool stale;		/* of what was mapped here before */
+	bool stale;		/* of earlier mappings here */
 	bool by_verbs;		/* no handle: libibverbs has it */
 	struct soak_pin *pin;	/* or NULL */
 };
@@ -175,13 +175,13 @@ extern const char *const soak_kind_names[SOAK_KINDS];
 bool soak_buffer_map(struct soak_buffer *buffer, size_t nbytes);
 void soak_buffer_unmap(struct soak_buffer *buffer);
 
-/* What [@at, @at + @nbytes) is to be, to @to. */
+/* The bytes that [@at, @at + @nbytes) is to have, to @to. */
 void soak_buffer_expected(const struct soak_buffer *buffer, size_t at, size_t nbytes, char *to);
 /* The blocks that [@at, @at + @nbytes) touches are written anew by the CPU. */
 void soak_buffer_write(struct soak_buffer *buffer, size_t at, size_t nbytes);
-/* The same, to be written by somebody else. */
+/* The same, to be written by a child or the device. */
 void soak_buffer_renew(struct soak_buffer *buffer, size_t at, size_t nbytes);
-/* Is @found what [@at, @at + @nbytes) is to be? Ends the program if not. */
+/* Are these the bytes that [@at, @at + @nbytes) is to have? Ends the program if not. */
 void soak_buffer_compare(const struct soak_buffer *buffer, size_t at, size_t nbytes,
 			 const char *found, const char *who);
 
@@ -211,14 +211,14 @@ void *soak_worker_run(void *worker);
 
 /* Fork once, in a way chosen at random, and see that nothing of it reaches the parent. */
 void soak_fork(struct soak_worker *worker);
-/* All that the device sees of what @registration pins, and all it writes there. */
+/* All that the device reads of @registration's pinned pages, and all it writes there. */
 void soak_pin_check(struct soak_worker *worker, struct soak_buffer *buffer,
 		    struct soak_registration *registration);
 
 /* ---- Migration: mover.c ---- */
 
 struct soak_moves {
-	uint64_t asked, moved, busy, there;	/* pages, by what move_pages() says of them */
+	uint64_t asked, moved, busy, there;	/* pages, by move_pages()'s status of them */
 	uint64_t compactions, collapses, collapsed, page_outs;
 	uint64_t migrated;	/* by the whole machine meanwhile, says /proc/vmstat */
 	unsigned int nodes;

@@ -1,6 +1,6 @@
-"""Seconds of what `make soak` does for hours: no byte is lost amid traffic and forks.
+"""Some seconds of `make soak`: no byte is lost amid traffic and forks.
 
-The program is tests/soak. It counts what it did, so that a run in which nothing has happened is
+The program is tests/soak. It counts its work, so that a run in which nothing has happened is
 not taken for a good one, and it can be told to do wrong, to see it found.
 """
 

@@ -59,7 +59,7 @@ static bool some_range(struct soak_worker *worker, const struct soak_buffer *buf
 	}
 	if (*end > buffer->start + buffer->nbytes)
 		*end = buffer->start + buffer->nbytes;
-	/* Whole pages leave: what else is on them is malloc()'s, and changes meanwhile. */
+	/* Whole pages are marked: the rest of them is malloc()'s, and changes meanwhile. */
 	if (soak.whole && buffer->kind == SOAK_HEAP) {
 		*start = (char *)(((uintptr_t)*start + mask) & ~mask);
 		*end = (char *)((uintptr_t)*end & ~mask);
@@ -99,7 +99,7 @@ static struct soak_buffer *some_buffer(struct soak_worker *worker)
 	return buffer;
 }
 
-/* What stays registered over some forks. */
+/* Registrations that stay over some forks. */
 static void add(struct soak_worker *worker)
 {
 	struct soak_buffer *buffer = some_buffer(worker);
@@ -136,7 +136,7 @@ static void add(struct soak_worker *worker)
 	buffer->count++;
 }
 
-/* Whatever became of it in forks that did not look, it is seen now. */
+/* Damage by forks that did not look is seen now. */
 static void drop_pin(struct soak_worker *worker, struct soak_buffer *buffer,
 		     struct soak_registration *one)
 {
@@ -236,7 +236,7 @@ static void move(struct soak_worker *worker)
 		soak_pin_check(worker, buffer, one);
 }
 
-/* What copy-on-write does to a pinned page that nothing protects. */
+/* Copy-on-write of a pinned page that nothing protects. */
 static void move_page(struct soak_worker *worker)
 {
 	struct soak_buffer *buffer;
@@ -404,7 +404,7 @@ static void make_buffers(struct soak_worker *worker, char *stack)
 		(void)new_buffer(worker, kinds[i], at, SLOT);
 	for (i = 0; i < 2; i++)
 		(void)new_buffer(worker, SOAK_SHARED, shared + i * SLOT, SLOT);
-	/* A hole is to be one, not what was reserved. */
+	/* A hole is to be one, without a reservation. */
 	SOAK_CHECK(!munmap(shared + 2 * SLOT, 2 * SLOT));
 	for (i = 0; i < 2; i++)
 		(void)new_buffer(worker, SOAK_HOLED, shared + (2 + i) * SLOT, SLOT);

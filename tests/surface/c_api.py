@@ -1,4 +1,4 @@
-"""The C API by ctypes, for what Python's own functions hide: see csrc/rdmafork.h."""
+"""The C API by ctypes, for calls that Python's own functions hide: see csrc/rdmafork.h."""
 
 import ctypes
 

@@ -50,11 +50,11 @@ class Model:
         self.whole = whole
         self.pages = {}  # address: Page; where there is none, nothing is mapped
         self.registrations = {}  # key: Registration
-        self.doubted = set()  # addresses of registered pages that at some time nobody held
+        self.doubted = set()  # addresses of registered pages that at some time were not held
         self.now = 0
         self.forked = 0  # when the last fork was
 
-    # ---- what happens --------------------------------------------------------------
+    # ---- operations ----------------------------------------------------------------
 
     def tick(self):
         self.now += 1
@@ -106,7 +106,7 @@ class Model:
     def fork(self):
         self.forked = self.tick()
 
-    # ---- what is true ---------------------------------------------------------------
+    # ---- the rules ------------------------------------------------------------------
 
     def all(self):
         return self.registrations.values()
@@ -151,7 +151,7 @@ class Model:
         return shared and self.is_mapped(start, end)
 
     def is_certain(self):
-        """All registered pages are those that were registered."""
+        """Marks and facts of all registered pages are as the registrations say."""
         return all(self.is_mapped(*r.reach) for r in self.all()) and all(
             self.touching(address)[1] for address in self.pages
         )
@@ -171,7 +171,7 @@ class Model:
         return self.fills(registration, address, page)
 
     def is_stale_near(self, registration, address, page):
-        """It speaks of what was mapped there before."""
+        """Does it speak of memory that was mapped there before?"""
         first, last = registration.reach
         if registration.on_fork == "keep":
             return False

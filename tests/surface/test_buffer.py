@@ -1,4 +1,4 @@
-"""Buffer: memory of its own, registered for life, under whatever takes a buffer."""
+"""Buffer: memory of its own, registered for life, under all kinds of users of buffers."""
 
 import copy
 import ctypes
@@ -59,7 +59,7 @@ def huge_part(address):
     return int(re.search(r"AnonHugePages: +(\d+) kB", text)[1]) << 10
 
 
-# ---- what is mapped -----------------------------------------------------------------------
+# ---- the mappings --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, 5000, HUGE - 1, HUGE, HUGE + 1])
@@ -251,7 +251,7 @@ def test_a_page_size_the_kernel_does_not_have():
         Buffer(1, page_size="2 MiB")
 
 
-# ---- what cannot be made ------------------------------------------------------------------
+# ---- buffers that cannot be made -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_page_size_the_kernel_does_not_have():
     ],
 )
 def test_sizes_that_cannot_be(nbytes, error, text):
-    with pytest.raises(error):  # the first refusal of a process may load what words it
+    with pytest.raises(error):  # the first refusal of a process may load the texts of errors
         Buffer(nbytes)
     before = rdmafork.stats().registrations, mappings_now()
     limits = [resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
@@ -341,7 +341,7 @@ def test_a_refused_buffer_leaves_no_memory():
 
 @fresh
 def test_at_the_limit_of_mappings():
-    """max_map_count is named, and what was there is there."""
+    """max_map_count is named, and earlier buffers stay."""
     rdmafork.fork_init()
     limit = rdmafork.kernel_info().max_map_count
     if limit > 1 << 20:
@@ -513,7 +513,7 @@ def test_the_environment_starts_the_engine_for_it():
     assert rdmafork.is_fork_initialized() == rdmafork.ForkStatus.ENABLED
 
 
-# ---- under whatever takes a buffer --------------------------------------------------------
+# ---- users of buffers ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -539,7 +539,7 @@ def test_a_memoryview(buffer):
 
 
 def test_every_kind_of_request(buffer):
-    """What is not asked for is not given, and what is asked for is right."""
+    """A view has the fields that were asked for, and no others."""
 
     class View(ctypes.Structure):
         _fields_ = (
@@ -647,7 +647,7 @@ def test_it_cannot_be_pickled_or_copied(buffer, copies):
 @both_modes
 @fresh
 def test_close_is_refused_while_views_are_exported(mode):
-    """Whoever holds one: a memoryview, an array, a registration. Nothing has changed then."""
+    """A view is held by a memoryview, an array or a registration. Nothing has changed then."""
     rdmafork.fork_init(mode)
     buffer = Buffer(5000)
     holders = [memoryview(buffer), np.frombuffer(buffer, np.uint8), rdmafork.register(buffer)]
@@ -683,7 +683,7 @@ def test_a_second_close_does_nothing_and_use_after_it_raises():
     address = buffer.address
     buffer.close()
     assert not is_mapped(address)
-    # Somebody else's by now.
+    # Another's by now.
     map_at(address, 2 * PAGE)
     write(address, b"mine")
     buffer.close()

@@ -226,14 +226,14 @@ def test_threads_that_close_the_same_one(mode):
         in_threads([buffer.close] * 4)
         assert buffer.closed
     assert rdmafork.stats().registrations == 0
-    # A page between guards; what threads have for themselves is larger.
+    # A page between guards; mappings of threads are larger.
     assert not [m for m in smaps() if m.start in places and m.end == m.start + PAGE]
 
 
 @both_modes
 @fresh
 def test_views_are_exported_while_others_close(mode):
-    """Whoever has a view can use it; who comes too late gets an error."""
+    """A thread that has a view can use it; a thread that comes too late gets an error."""
     sys.setswitchinterval(1e-6)
     rdmafork.fork_init(mode)
     refused = 0
@@ -267,7 +267,7 @@ def test_views_are_exported_while_others_close(mode):
 @both_modes
 @fresh
 def test_forks_while_others_make_use_and_close(mode):
-    """Children that collect what they inherited at whatever moment exit normally."""
+    """Children that collect inherited buffers at any moment exit normally."""
     sys.setswitchinterval(1e-5)
     rdmafork.fork_init(mode)
     stop = threading.Event()
@@ -318,7 +318,7 @@ def traced_here(function, inject=None):
 
     inject: what strace's -e inject= takes.
     """
-    libc.prctl(0x59616D61, ctypes.c_ulong(-1 & (1 << 64) - 1), 0, 0, 0)  # anybody may trace us
+    libc.prctl(0x59616D61, ctypes.c_ulong(-1 & (1 << 64) - 1), 0, 0, 0)  # any process may trace us
     status = Path(f"/proc/self/task/{threading.get_native_id()}/status")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -440,7 +440,7 @@ def test_memory_that_cannot_be_unmapped_is_told_of():
 
 @fresh
 def test_another_thread_may_take_the_hole_that_huge_pages_are_made_for(huge):
-    """They go elsewhere then, and what is there stays."""
+    """The huge pages are mapped elsewhere then, and the other mapping stays."""
     rdmafork.fork_init()
     if not shutil.which("strace"):
         pytest.skip("no strace")

@@ -126,7 +126,7 @@ def test_a_child_can_ask_about_it(mode):
             memoryview(buffer)
         with pytest.raises(ValueError, match="closed"):
             buffer.fileno()
-        put(view, 0, b"later")  # what is mapped stays mapped
+        put(view, 0, b"later")  # mappings stay
 
     assert child(asked) == (5000, 5000, buffer.address, PAGE, buffer.fileno())
     assert child(closed) is None
@@ -233,7 +233,7 @@ def test_it_lives_until_all_have_closed_it():
 
 @fresh
 def test_its_size_lasts():
-    """Else whoever has the descriptor could make everybody's touch a SIGBUS."""
+    """Else a process that has the descriptor could make every touch a SIGBUS."""
     rdmafork.fork_init()
     with Buffer(5000, shared=True) as buffer:
         for size in (0, PAGE, 3 * PAGE):
@@ -272,7 +272,7 @@ def test_descriptors_that_cannot_be_attached(tmp_path):
             Buffer.attach(fd)
 
 
-# ---- what goes wrong ---------------------------------------------------------------------
+# ---- failures ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["wipe", "keep"])
@@ -357,7 +357,7 @@ def test_the_last_view_closes_the_descriptor():
     assert (mappings_now(), open_files()) == (lines, files)
 
 
-# ---- what a device sees -------------------------------------------------------------------
+# ---- a device and its bytes ---------------------------------------------------------------
 
 
 @needs_pins

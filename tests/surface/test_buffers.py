@@ -1,4 +1,4 @@
-"""What can be registered: buffers, tensors, addresses, and what cannot."""
+"""Buffers, tensors and addresses of all kinds: some can be registered, some cannot."""
 
 import ctypes
 import gc
@@ -22,7 +22,7 @@ from conftest import (
 import rdmafork
 from rdmafork import register, register_address, stats
 
-# ---- what can be registered ----------------------------------------------------------------
+# ---- memory of all kinds -------------------------------------------------------------------
 
 
 class Tensor:

@@ -58,7 +58,7 @@ def refusal(use):
     return f"no InheritedError but {value!r}"
 
 
-# ---- what is inherited ------------------------------------------------------------------
+# ---- inherited objects ------------------------------------------------------------------
 
 
 @both_modes
@@ -214,7 +214,7 @@ def test_a_child_does_not_undo_the_parent_s_protection(mode):
 @both_modes
 @fresh
 def test_memory_let_go_by_the_child_is_not_handed_out_again(mode, delete):
-    """The allocator would give its absent pages to whoever asks next."""
+    """The allocator would give its absent pages to the next caller."""
     rdmafork.fork_init(mode)
     if not rdmafork.kernel_info().copy_on_fork_trusted:
         pytest.skip("whole pages leave, and the heap's own with them")
@@ -267,7 +267,7 @@ class Failing:
 
 
 class Gone(dict):
-    """What a weakref.proxy() of it refers to has gone by then."""
+    """The object that a weakref.proxy() of it refers to has gone by then."""
 
 
 @both_modes
@@ -290,7 +290,7 @@ def test_a_child_closes_any_kind_of_owner(mode, kind):
     registration.close()
 
 
-# ---- what a child can do ----------------------------------------------------------------
+# ---- calls of a child -------------------------------------------------------------------
 
 
 def protect_afresh():
@@ -396,7 +396,7 @@ def test_a_child_counts_from_zero(mode):
 
 
 def work(_):
-    """In a worker process: it can register, whatever became of its parent's."""
+    """In a worker process: it can register, and its parent's registrations do not matter."""
     rdmafork.fork_init()
     with rdmafork.register(bytearray(1 << 16)) as registration:
         return registration.protected, rdmafork.stats().registrations
@@ -477,7 +477,7 @@ def test_python_s_own_fork_handlers_may_register_and_close(mode):
     os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
     for _ in range(20):
         seen.clear()
-        # What was registered just before is kept from the child already.
+        # The previous registration's memory is kept from the child already.
         assert child(lambda: (seen, is_mapped(address))) == (["child"], False)
         assert seen == ["parent"]
         assert rdmafork.stats().registrations == 1
@@ -567,7 +567,7 @@ def test_a_raw_child_whose_first_call_is_register(make):
 @both_ways
 @fresh
 def test_a_raw_child_s_lazy_memory_is_left_to_the_kernel(make):
-    """No handler has run, so what waits is still there: a copy, and no harm."""
+    """No handler has run, so pending memory is still there: a copy, and no harm."""
     rdmafork.fork_init("lazy")
     memory, address = private_map(4 * PAGE)
     memory[:] = b"w" * len(memory)
@@ -586,7 +586,7 @@ def test_a_raw_child_s_lazy_memory_is_left_to_the_kernel(make):
 @both_modes
 @fresh
 def test_a_raw_child_has_the_bytes_that_were_not_registered(make, mode):
-    """The kernel copies the edges for whatever child."""
+    """The kernel copies partial pages for every child."""
     rdmafork.fork_init(mode)
     memory, address = private_map(4 * PAGE)
     memory[:] = b"w" * len(memory)

@@ -32,7 +32,7 @@ SIGSEGV = 11
 
 
 def stderr_of(code, tmp_path, *options, **env):
-    """What the program says; its child dies by SIGSEGV."""
+    """The program's stderr; its child dies by SIGSEGV."""
     path = tmp_path / "train.py"
     path.write_text(code)
     done = subprocess.run(

@@ -48,12 +48,12 @@ EXAMPLES = int(os.environ.get("RDMAFORK_TEST_EXAMPLES") or max(30, scaled(100) /
 # ---- the model ------------------------------------------------------------------------------
 
 ABSENT, PRESENT, ZERO = "absent", "present", "zero"
-# What a child finds on a page that registrations of different wishes fill: the first of these.
+# On a page that registrations of different policies fill a child finds the first of these.
 FATES = {"omit": ABSENT, "wipe": ZERO}
 
 
 class Piece(NamedTuple):
-    """Memory of one kind; what lies beside that of the heap is others'."""
+    """Memory of one kind; beside memory of the heap lies others'."""
 
     start: int
     end: int
@@ -130,7 +130,7 @@ MADV_HUGEPAGE = 14
 
 
 def pattern(start, end):
-    """What is written there: never zero, and at no two places near each other the same."""
+    """The byte written there: never zero, and different at places near each other."""
     phase = start % PERIOD
     return PATTERN[phase : phase + end - start]
 
@@ -170,7 +170,7 @@ def unmake(piece):
 
 
 def look(parts):
-    """What this process finds in each part."""
+    """This process's findings in each part."""
     copy = os.memfd_create("copy")
 
     def content(start, end):
@@ -201,7 +201,7 @@ def look(parts):
 
 
 def look_twice(parts):
-    """In a child; and what its own child finds is the same."""
+    """The findings in a child, and its own child's are the same."""
     found = look(parts)
     assert child(look, parts) == found
     return found

@@ -1,4 +1,4 @@
-"""What it costs, counted and never timed: system calls, memory, references, symbols."""
+"""The costs of rdmafork, counted and never timed: system calls, memory, references, symbols."""
 
 import array
 import contextlib
@@ -367,7 +367,7 @@ def test_a_buffer_that_holds_its_registration_is_collected(mode):
 
 
 class Finalized(bytearray):
-    """The collector finalizes it before what closes its registration, which is garbage too."""
+    """The collector finalizes it before the registration's closer, which is garbage too."""
 
     def __del__(self):
         self.registration.close()
@@ -400,7 +400,7 @@ class Holder:
 
 
 def views():
-    """Buffers that the collector may clear before what is registered of them."""
+    """Buffers that the collector may clear before their registrations."""
     private = bytearray(100_000)
     yield memoryview(private)
     yield memoryview(memoryview(private)[10:])[10:]
@@ -420,7 +420,7 @@ def test_a_view_is_collected_after_its_registration(mode, first):
         import numpy  # noqa: F401
     rdmafork.fork_init(mode)
     gc.disable()
-    for _ in range(3):  # what is made in place of the collected is collected, too
+    for _ in range(3):  # objects made in place of collected ones are collected, too
         for view in views():
             count = rdmafork.stats().registrations  # of the Buffer
             holder = Holder()
@@ -515,7 +515,7 @@ def test_importing_it_opens_its_modules_and_nothing_else(tmp_path):
     assert not {name for name in libraries if re.match("libibverbs|librdmacm|libmlx", name)}
 
 
-# ---- what the library shows -----------------------------------------------------------------
+# ---- symbols and imports --------------------------------------------------------------------
 
 
 def defined(path):

@@ -1,7 +1,7 @@
 """fork() at any moment, in any thread, with anybody's fork handlers: no deadlock, no wreck.
 
-Locks held across fork() are how such libraries hang: the engine holds none. What is hunted
-here is compiled from tests/surface/deadlocks. A hang is killed by timeout(1), and so is its family.
+Locks held across fork() are how such libraries hang: the engine holds none. The programs
+are compiled from tests/surface/deadlocks. timeout(1) kills a program that hangs, and its family.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def built(tmp_path_factory):
 
 
 def keep_busy(stop, failures, nbytes=3 * 4096):
-    """Register and close until told to stop: what other threads do as one forks."""
+    """Register and close until told to stop, as other threads do while one forks."""
     memory = bytearray(1 << 20)
     try:
         while not stop.is_set():
@@ -102,7 +102,7 @@ def fork_and_use(handlers=None):
 
 
 def is_still_right(mode):
-    """The window is shut, and what a fork marks it marks."""
+    """The window is shut, and a fork marks all that it is to mark."""
     memory = bytearray(1 << 20)
     before = rdmafork.stats()
     with rdmafork.register(memory) as registration:

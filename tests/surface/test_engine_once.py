@@ -122,7 +122,7 @@ def _called_before(early):
 
 @fresh
 def test_loaded_again_it_is_the_same():
-    """By its path, by a link to it, globally: what is counted in one is seen in the other."""
+    """By its path, by a link to it, globally: a registration made in one is listed in the other."""
     works()
     for path in (rdmafork.get_library(), os.path.relpath(rdmafork.get_library())):
         for flags in (os.RTLD_LOCAL, os.RTLD_GLOBAL):
@@ -173,7 +173,7 @@ def test_a_copy_that_runs_is_named(run, copied, flags):
 
 def _copy_started_second(path):
     copy = ctypes.CDLL(path)
-    works()  # a copy that does not run is in nobody's way
+    works()  # a copy that does not run disturbs none
     rc, text = start_c(copy)
     assert (rc, text) == (-errno.EEXIST, os.path.realpath(rdmafork.get_library()))
     assert copy.rf_mode() == 0

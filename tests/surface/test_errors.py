@@ -1,4 +1,4 @@
-"""What cannot be done says so: which value, why, what to do; and nothing has changed."""
+"""Refusals say which value is wrong, why, and what to do; and nothing has changed."""
 
 import contextlib
 import copy
@@ -41,7 +41,7 @@ np = pytest.importorskip("numpy")
 
 
 def state():
-    """What may not change when something fails."""
+    """State that may not change when a call fails."""
     numbers = rdmafork.stats()._replace(madvise_calls=0, query_calls=0, engine_bytes=0)
     return numbers, [m[:2] for m in smaps() if "dc" in m.flags], rdmafork.protected_ranges()
 
@@ -300,7 +300,7 @@ def test_unmapped_memory_names_the_hole(mode):
     ):
         rdmafork.register_address(at, 8 * PAGE)
     assert "dc" not in vm_flags(at) | vm_flags(at + 6 * PAGE)
-    # And no trace is left: what is mapped can be registered.
+    # And no trace is left: mapped memory can be registered.
     with rdmafork.register_address(at, 2 * PAGE):
         assert "dc" in vm_flags(at)
         with fails(OSError, f"0x{at + 2 * PAGE:x}-0x{at + 3 * PAGE:x}", number=errno.ENOMEM):
@@ -542,7 +542,7 @@ def test_attributes_cannot_be_set():
                 setattr(registration, name, 1)
 
 
-# ---- what the kernel refuses ----------------------------------------------------------------
+# ---- refusals of the kernel -----------------------------------------------------------------
 
 
 class FullTable:

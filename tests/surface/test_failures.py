@@ -1,6 +1,6 @@
-"""What the kernel refuses: all is as before or protected, never between, and nothing is claimed.
+"""After a refusal of the kernel all is as before or protected, and nothing else is claimed.
 
-What tests/engine fails call by call, refused here by the kernel itself: to a sandbox, at a limit,
+tests/engine fails calls one by one. Here the kernel itself refuses them: to a sandbox, at a limit,
 for memory of every kind there is.
 """
 
@@ -47,7 +47,7 @@ import rdmafork
 
 # ---- refused by a sandbox -------------------------------------------------------------------
 
-# Calls, and what of them, that a sandbox may refuse once the engine runs.
+# Calls, and uses of them, that a sandbox may refuse once the engine runs.
 SANDBOXES = {
     "madvise": ("madvise", {}),
     "dontfork": ("madvise", {"argument": 2, "value": DONTFORK}),
@@ -97,7 +97,7 @@ class Scene:
             return None
 
     def try_all(self):
-        """As much as can be done: each time what is claimed holds, in children too."""
+        """Each call does as much as can be done, and every claim holds, in children too."""
         new = [self.register(32), self.register(40, on_fork="wipe")]
         new.append(rdmafork.register(self.part(48, 4), on_fork="omit") if all(new) else None)
         for registration in (*new, *self.held[::2]):
@@ -117,7 +117,7 @@ class Scene:
             assert bytes(self.shared[:PAGE]) == bytes(PAGE)
             for item in wiped:
                 assert ctypes.string_at(item.start, PAGE) == bytes(PAGE)
-            # What nobody registered, beside what somebody did.
+            # Memory that is not registered, beside registered memory.
             assert ctypes.string_at(self.address + 60 * PAGE, PAGE) == b"m" * PAGE
             return True
 
@@ -153,7 +153,7 @@ def _in_a_sandbox(name, mode, number):
     call, options = SANDBOXES[name]
     refuse(call, number, **options)
     scene.try_all()
-    # What was not to be unmarked stays so, and is counted.
+    # Memory that could not be unmarked stays marked, and is counted.
     scene.end(released=name not in ("madvise", "dofork", "keeponfork"))
     return 1
 
@@ -417,7 +417,7 @@ def _of_a_kind(kind, mode):
                 check_claims(before)
                 by = {r.protected_by for r in rdmafork.protected_ranges()}
                 assert by <= {"advice", "kernel", "shared"}, by
-                # What of it is marked a child lacks, or finds zeros there.
+                # A child lacks the marked part of it, or finds zeros there.
                 marked = [page for page in marks() if start <= page < start + nbytes][:64]
                 found = child(look_at, marked)
                 expected = [found_of_marked(options.get("on_fork"), marked)]
@@ -446,7 +446,7 @@ def look_at(pages):
 
 
 def found_of_marked(on_fork, pages):
-    """What look_at() is to find in a child."""
+    """The values that look_at() is to find in a child."""
     if on_fork != "wipe":
         return {}
     return {
@@ -460,7 +460,7 @@ def found_of_marked(on_fork, pages):
 @both_modes
 @fresh
 def test_a_stack_grows_after_it_was_registered(mode):
-    """Down from registered pages: what is new is not, and stays a stack."""
+    """Down from registered pages: new pages are not registered, and stay a stack."""
     rdmafork.fork_init(mode)
     before = marks()
     # First the engine takes its memory, which may come to lie below, as near as a stack may grow.

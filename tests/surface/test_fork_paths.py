@@ -131,7 +131,7 @@ def missing(way):
 
 
 class Scene:
-    """Registered memory of every kind, and what must be true of it after any fork."""
+    """Registered memory of every kind, and facts that must be true of it after any fork."""
 
     def __init__(self, mode):
         self.mode = mode

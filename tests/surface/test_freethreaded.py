@@ -34,7 +34,7 @@ import rdmafork
 
 
 def swallow(function, *expected):
-    """function, which may also raise what is expected."""
+    """function, which may also raise an expected error."""
 
     def tolerant():
         try:
@@ -268,7 +268,7 @@ def _closed_in_any_order():
     for round in range(120):
         context, library = opened()
         domains = [context.alloc_pd() for _ in range(2)]
-        # Read by threads one after the other, dropped by whoever has them last.
+        # Threads read them one after the other; the last one drops them.
         regions = [chance.choice(domains).register(bytearray(PAGE)) for _ in range(6)]
         dropped = [domain.register(bytes(PAGE), access=0) for domain in domains for _ in range(3)]
 

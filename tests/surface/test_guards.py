@@ -1,6 +1,6 @@
 """In a child the addresses of absent pages are reserved: nothing it maps lands there.
 
-A stale pointer faults, then, and neither reads nor writes what belongs to somebody else. Each
+A stale pointer faults, then, and neither reads nor writes another's memory. Each
 promise has its control, in a process that marks the same pages as libibverbs does: their addresses
 are free in a child.
 """
@@ -35,7 +35,7 @@ import rdmafork
 
 
 def protect(mode, address, nbytes):
-    """Returns what is to be kept. mode "none" marks the pages and no more."""
+    """Returns objects to be kept. mode "none" marks the pages and no more."""
     if mode == "none":
         start, end = address + -address % PAGE, address + nbytes & -PAGE
         return madvise(start, end - start, MADV_DONTFORK)
@@ -43,7 +43,7 @@ def protect(mode, address, nbytes):
     return rdmafork.register_address(address, nbytes, owner=protect)
 
 
-# ---- what the child maps ------------------------------------------------------------------
+# ---- mappings of a child ------------------------------------------------------------------
 
 
 def map_everything(found, most):

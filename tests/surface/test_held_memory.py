@@ -48,7 +48,7 @@ def test_registered_memory_cannot_be_resized_or_freed(mode):
 @both_modes
 @fresh
 def test_an_owner_that_ignores_exports_moves_registered_memory(mode):
-    """A limit: the registration names what was freed, until it is closed."""
+    """A limit: the registration names freed memory, until it is closed."""
     rdmafork.fork_init(mode)
     array = (ctypes.c_char * (4 * PAGE))()
     registration = register(array)

@@ -24,7 +24,7 @@ from conftest import (
 
 import rdmafork
 
-# What all of these begin with. live() is what the engine counts, whatever is left of Python.
+# All of these begin so. live() is the engine's count, however little is left of Python.
 PROLOGUE = """\
 import atexit, ctypes, faulthandler, gc, mmap, os, sys, threading
 faulthandler.dump_traceback_later(float(os.environ["LIMIT"]), exit=True)
@@ -89,7 +89,7 @@ def python(source, mode="auto", **env):
 @both_modes
 @fresh
 def test_hooks_that_register_close_and_fail(mode):
-    """What a hook raises goes to sys.unraisablehook, and neither fork nor engine minds."""
+    """An exception of a hook goes to sys.unraisablehook, and neither fork nor engine minds."""
     rdmafork.fork_init(mode)
     memory, address = private_map(4 * PAGE)
     memory[:] = b"h" * len(memory)
@@ -97,7 +97,7 @@ def test_hooks_that_register_close_and_fail(mode):
     sys.unraisablehook = lambda what: raised.append(what.exc_value.args[0])
 
     def hook(where):
-        # The newest lives on, the older is closed: what a fork has marked it unmarks.
+        # The newest lives on, the older is closed: it unmarks pages that a fork has marked.
         kept.append(rdmafork.register(memory))
         while len(kept) > 1:
             kept.pop(0).close()
@@ -203,7 +203,7 @@ def test_forks_and_registrations_to_the_very_end(mode):
             write(1, (line + "\\n").encode())
 
         class Last:
-            # It holds what it needs, as the globals may be gone.
+            # It holds all that it needs, as the globals may be gone.
             def __init__(self, name):
                 self.name, self.say, self.register = name, say, rdmafork.register
                 self.memory, self.mine = memory, rdmafork.register(bytearray(1 << 14))
@@ -329,7 +329,7 @@ assert live() == 0
 
 @pytest.mark.parametrize("isolated", [False, True])
 def test_an_interpreter_that_ends_releases_its_registrations(isolated):
-    """And keeps the module for ever: who imports it then is told so, the engine goes on."""
+    """It keeps the module for ever: a later import is refused, and the engine goes on."""
     lines = python(
         INTERPRETERS
         + f"""

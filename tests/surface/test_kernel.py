@@ -1,4 +1,4 @@
-"""kernel_info(): what it says is what /proc and /sys say."""
+"""kernel_info() says the same as /proc and /sys."""
 
 import os
 import re

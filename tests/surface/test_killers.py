@@ -1,4 +1,4 @@
-"""What kills the children of a process with registered memory, and here does not.
+"""Killers of the children of a process with registered memory: here no child dies.
 
 Each killer acts in a process that holds a few hundred registrations. The control marks the same
 memory as libibverbs does, whole pages and nothing given back: there it kills.
@@ -83,7 +83,7 @@ def register(buffer):
 
 
 class Parent:
-    """Holds registered buffers of odd sizes, and knows what is in them."""
+    """Holds registered buffers of odd sizes, and knows their bytes."""
 
     def __init__(self, memory, register, count=300, patience=60 * SLOWNESS):
         self.make = MEMORY[memory]
@@ -109,7 +109,7 @@ class Parent:
         assert all(r.protected for r in registered)
 
 
-# ---- what children do ---------------------------------------------------------------------
+# ---- work of children ---------------------------------------------------------------------
 
 
 def use_heap(rounds=20):

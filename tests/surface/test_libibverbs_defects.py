@@ -1,4 +1,4 @@
-"""What libibverbs' fork support gets wrong, one test a defect; the numbers are historic.
+"""Defects of libibverbs' fork support, a test each; the numbers are historic.
 
 Each scenario runs with rdmafork, in both modes, and must pass; so it must through libibverbs' own
 symbols where librdmafork.so is preloaded. Where an affected libibverbs is installed the same
@@ -46,7 +46,7 @@ from conftest import (
 
 
 class Rdmafork:
-    """Memory that nobody holds, as with libibverbs: it is marked at once in both modes."""
+    """Memory that is not held, as with libibverbs: it is marked at once in both modes."""
 
     def __init__(self, mode=None):
         import rdmafork
@@ -121,9 +121,9 @@ def refcount_poisoning(name, mode):
     map_at(PLACE, 4 * PAGE)
     for nbytes in (5 * PAGE, 6 * PAGE + 1, 9 * PAGE):
         for start in (PLACE, PLACE + 2 * PAGE):
-            with pytest.raises(OSError):  # whatever lies beyond is a hole
+            with pytest.raises(OSError):  # a hole lies beyond
                 engine.register(start, nbytes)
-    madvise(PLACE, 4 * PAGE, MADV_DOFORK)  # whatever defect 2 has left there
+    madvise(PLACE, 4 * PAGE, MADV_DOFORK)  # marks that defect 2 has left there
     registrations = [engine.register(PLACE + i * PAGE, 2 * PAGE) for i in range(3)]
     assert marked(PLACE, 4 * PAGE) == pages(PLACE, 4)
     for registration in registrations:
@@ -280,7 +280,7 @@ def test_06_lock_held_at_fork(mode):
     run(lock_held_at_fork, "rdmafork", mode)
 
 
-# ---- 7: the child loses what lies beside a registration -----------------------------------
+# ---- 7: the child loses bytes beside a registration ---------------------------------------
 
 
 def page_sharing(name, mode):
@@ -328,7 +328,7 @@ def mixed_page_sizes(name, mode):
             map_at(huge, 2 * HUGE, huge=True)
             map_at(huge + 2 * HUGE, 4 * PAGE)
             cases = [
-                # what is registered, and what must be marked
+                # the registered range, and the pages that must be marked
                 (huge - 2 * PAGE, huge + 64, huge - 2 * PAGE, huge + HUGE),
                 (huge - 2 * PAGE, huge + HUGE + PAGE, huge - 2 * PAGE, huge + 2 * HUGE),
                 (huge + HUGE, huge + 2 * HUGE + PAGE, huge + HUGE, huge + 2 * HUGE + PAGE),

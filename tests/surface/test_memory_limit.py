@@ -71,7 +71,7 @@ def fork_under_limit(group, mode):
 
 
 def test_without_rdmafork_the_copies_do_not_fit(limited):
-    """So that the tests below can fail: fork() is refused, or somebody is killed for it."""
+    """So that the tests below can fail: fork() is refused, or a process is killed for it."""
     try:
         run(fork_under_limit, str(limited), None)
     except Died as error:

@@ -317,7 +317,7 @@ def marked_pages():
 
 
 def play(mode, huge, seed, ops):
-    """Episodes of random operations; what was checked, counted."""
+    """Episodes of random operations; the checks, counted."""
     import rdmafork
 
     rdmafork.fork_init()
@@ -326,7 +326,7 @@ def play(mode, huge, seed, ops):
     whole = not rdmafork.kernel_info().copy_on_fork_trusted
     checked = collections.Counter()
     while checked["operations"] < ops:
-        # Nobody else's, or the kernel is too old to say.
+        # Not another's, or the kernel is too old to say.
         assert map_at(ARENA, END - ARENA, flags=MAP_FIXED_NOREPLACE, fixed=False) == ARENA
         unmap(ARENA, END - ARENA)
         driver = Driver(mode, whole, huge, seed)
@@ -347,7 +347,7 @@ def play(mode, huge, seed, ops):
 
 def play_fresh(mode, trust, huge):
     """Until enough has been done of all there is to do."""
-    # The same on every run: what it says is about the change. RDMAFORK_TEST_SEED=random explores.
+    # The same on every run: a failure is about the change. RDMAFORK_TEST_SEED=random explores.
     wish = os.environ.get("RDMAFORK_TEST_SEED") or "1"
     seed = int.from_bytes(os.urandom(4), "big") if wish == "random" else int(wish)
     print(f"RDMAFORK_TEST_SEED={seed}, {OPS} operations")
@@ -381,12 +381,12 @@ def test_random_operations_among_huge_pages(mode, trust, hugepages):
         # Held memory was let go of that others had registered unheld: mapped anew as shared
         # memory it was marked by the next fork.
         (2838522267, "eager", "0"),
-        # A registration that failed cut what was left over of a huge page that is no more.
+        # A registration that failed cut the rest of a huge page that is no more.
         (2402387261, "eager", "0"),
-        # What was left over of a huge page outlived the registration it waited for, which had
-        # become shared memory, and was reported as advice.
+        # The rest of a huge page outlived the registration it waited for, which had become shared
+        # memory, and was reported as advice.
         pytest.param(2051841047, "lazy", "", marks=needs_lazy),
-        # What was left over of a huge page was given back only where another edge was.
+        # The rest of a huge page was copied for a child only where another partial page was.
         pytest.param(4009575409, "lazy", "", marks=needs_lazy),
     ],
 )

@@ -44,7 +44,7 @@ def test_the_environment_chooses_the_mode(value, mode):
         mode = "eager"
     env = {"RDMAFORK_MODE": value}
     assert run("import rdmafork as r\nr.fork_init()\nr.stats().mode", env=env) == mode
-    # What the program asks for by name it gets.
+    # The program gets the mode that it names.
     trusted = rdmafork.kernel_info().copy_on_fork_trusted
     for wish in ("lazy", "eager") if trusted else ("eager",):
         code = "import rdmafork as r\nr.fork_init(args[0])\nr.stats().mode"
@@ -236,7 +236,7 @@ def test_fork_init_after_a_registration_is_refused(how):
 @both_modes
 @fresh
 def test_a_refused_registration_is_none(mode):
-    """What could not be registered does not make fork_init() late."""
+    """A refused registration does not make fork_init() late."""
     map_at(PLACE, PAGE)
     for arguments in ((PLACE, 2**64 - 1), (-1, 5)):
         with pytest.raises((OverflowError, ValueError)):

@@ -90,7 +90,7 @@ def wiped_huge_pages(mode):
             write(address + HUGE, b"mine")
             return found.count(0), found.rstrip(b"h").lstrip(b"h"), read(address + HUGE, 5)
 
-        # The pool has no more: what a child gets of them are base pages.
+        # The pool has no more: a child gets base pages in their place.
         assert child(look) == (HUGE, bytes(HUGE), b"mine\0")
         assert policies()[0][2:] == ("wipe", "advice")
     with register(memory, on_fork="wipe"):

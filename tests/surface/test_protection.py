@@ -1,4 +1,4 @@
-"""What a fork does to registered memory: each promise, from the child's side too."""
+"""Registered memory at a fork: each promise, from the child's side too."""
 
 import gc
 import inspect
@@ -80,7 +80,7 @@ def test_a_registration_after_a_fork_waits_for_the_next():
     calls = stats().madvise_calls
     fork_once()
     assert marked(address, 16 * PAGE) == pages(address, 4) + pages(address + 8 * PAGE, 4)
-    # What is marked stays marked: the next forks do nothing.
+    # Marked pages stay marked: the next forks do nothing.
     assert stats().madvise_calls > calls
     calls = stats()
     for _ in range(3):
@@ -116,7 +116,7 @@ def test_memory_that_is_not_held_is_marked_at_once(mode):
     assert marked(address, 8 * PAGE) == []
 
 
-# ---- what a child keeps --------------------------------------------------------------------
+# ---- bytes a child keeps -------------------------------------------------------------------
 
 
 @trusted
@@ -398,7 +398,7 @@ def test_registered_and_released_within_the_fork(mode):
 @both_modes
 @fresh
 def test_one_unmapped_range_does_not_spoil_the_fork(mode):
-    """What nobody held, and was unmapped, is refused by madvise(); all others must be marked."""
+    """madvise() refuses memory that was not held and is unmapped; all else must be marked."""
     rdmafork.fork_init(mode)
     map_at(PLACE, 64 * PAGE)
     map_at(PLACE + PAGE, PAGE, shared=True)
@@ -408,7 +408,7 @@ def test_one_unmapped_range_does_not_spoil_the_fork(mode):
     held.close()
     map_at(PLACE + PAGE, PAGE)
     unheld.append(register_address(PLACE + PAGE, PAGE))
-    rdmafork.protected_ranges()  # which asks what is mapped
+    rdmafork.protected_ranges()  # which asks for the mappings
     unmap(PLACE + PAGE, PAGE)
     others = [register_address(PLACE + (8 + 2 * i) * PAGE, PAGE, owner=Owner()) for i in range(20)]
     fork_once()
@@ -456,7 +456,7 @@ def test_a_device_reaches_the_parent_after_forks(mode, trust, tmp_path):
 
 
 def device(mode, path):
-    """Pinned pages, edges among them; what the device writes after forks is what is read."""
+    """Pinned pages, partial ones among them; the parent reads the device's writes after forks."""
     rdmafork.fork_init(mode)
     memory, address = private_map(64 * PAGE)
     memory[:] = b"p" * len(memory)

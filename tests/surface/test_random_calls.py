@@ -1,4 +1,4 @@
-"""The Python surface as a state machine: any order of calls, and what each child finds.
+"""The Python surface as a state machine: any order of calls, and each child's memory.
 
 Hypothesis chooses registrations of all wishes, held in several ways or not, of memory that is
 mapped, unmapped and moved meanwhile; Buffers and views of them; how each ends; threads, forks,
@@ -58,7 +58,7 @@ SETTINGS = hypothesis.settings(
 
 
 def arena():
-    """address: VmFlags, of what is mapped there and accessible."""
+    """address: VmFlags, of accessible mappings there."""
     found = {}
     for mapping in smaps():
         if ARENA <= mapping.start < END and mapping.permissions != "---p":
@@ -334,7 +334,7 @@ def play(mode):
     assert rdmafork.stats().mode == mode
     Machine.lazy = mode == "lazy"
     Machine.whole = not rdmafork.kernel_info().copy_on_fork_trusted
-    # Nobody else's, or the kernel is too old to say.
+    # Not another's, or the kernel is too old to say.
     assert map_at(ARENA, END - ARENA, flags=MAP_FIXED_NOREPLACE, fixed=False) == ARENA
     stateful.run_state_machine_as_test(Machine, settings=SETTINGS)
 

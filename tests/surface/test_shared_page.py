@@ -1,4 +1,4 @@
-"""Where partial pages are marked too: what a child is given of them, and what it cannot be."""
+"""Where partial pages are marked too: the bytes that a child gets of them, and its limits."""
 
 import ctypes
 import mmap
@@ -34,7 +34,7 @@ def control_block():
 
 
 def in_a_thread(function):
-    """What function returns or raises in a thread of its own."""
+    """The result or the exception of function, in a thread of its own."""
     results = []
 
     def target():

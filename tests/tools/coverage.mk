@@ -1,4 +1,4 @@
-# What the tests reach. Included by the Makefile.
+# The lines that tests reach. Included by the Makefile.
 
 .PHONY: coverage
 
@@ -11,7 +11,7 @@ COVERAGE_BUILD = RDMAFORK_LINETRACE=1 $(BIN)/python setup.py -q build --build-ba
 	--build-lib $(COVERAGE)/lib
 # It follows each instruction, and makes a child at each: most would be those that count.
 COVERAGE_CTESTS := $(filter-out test_steps,$(CTESTS))
-# What only Python, a preloaded library or a device has the engine do, and all the modules do.
+# Tests of engine code that only Python, a preloaded library or a device uses, and of the modules.
 COVERAGE_TESTS ?= $(wildcard $(patsubst %,tests/*/test_%.py,witness intercept child engine_once covered \
 	trace buffer buffer_life buffers clocks pins errors modes on_fork verbs))
 # A lock of coverage.py's, or the loader's that writing counts takes, may be held by a thread that

@@ -1,4 +1,4 @@
-"""What the tests take from Debian's archive: packages to install, and apt for other suites."""
+"""Debian's archive for the tests: packages to install, and apt for other suites."""
 
 import os
 import re
@@ -10,7 +10,7 @@ KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 
 class NotThere(Exception):
-    """What cannot be had, and why."""
+    """A package or suite that cannot be had, and why."""
 
 
 def missing_packages(packages, target):
@@ -23,7 +23,7 @@ def missing_packages(packages, target):
 
 
 def install_packages(packages, target):
-    """What of them is missing, or end with the command that does it."""
+    """Install the missing ones, or end with the command that does."""
     missing = missing_packages(packages, target)
     if not missing:
         return
@@ -39,7 +39,7 @@ def install_packages(packages, target):
 
 
 class Apt:
-    """apt with sources and lists of its own: those of this machine stay as they are.
+    """apt with sources and lists of its own: this machine's stay as they are.
 
     kind: "deb" for packages of amd64, "deb-src" for sources.
     """

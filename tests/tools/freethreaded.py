@@ -64,7 +64,7 @@ def build(series):
             ["make", "-s", f"-j{cores}"],
             ["make", "-s", "install"],
         ):
-            # What make was told of its own make test-freethreaded is not this one's.
+            # Variables of make test-freethreaded are not for this make.
             environment = {n: v for n, v in os.environ.items() if not n.startswith("MAKE")}
             done = subprocess.run(
                 command, cwd=source, env=environment, stdout=log, stderr=subprocess.STDOUT

@@ -1,4 +1,4 @@
-"""Who includes and who calls whom in csrc/: both graphs, top to bottom; a circle is an error.
+"""Includes and calls of csrc/: both graphs, top to bottom; a circle is an error.
 
     python tests/tools/layers.py
 
@@ -35,7 +35,7 @@ def included(sources):
 
 
 def symbols(object_file):
-    """(defined, wanted), but for what is its own."""
+    """(defined, wanted), without its own."""
     defined, wanted = set(), set()
     for line in subprocess.check_output(["nm", object_file], text=True).splitlines():
         kind, symbol = line.split()[-2:]
@@ -61,7 +61,7 @@ def called(sources, folder):
 
 
 def groups(graph):
-    """Tarjan's: what can reach itself, lowest first."""
+    """Tarjan's: the parts that can reach themselves, lowest first."""
     index, low, stack, found = {}, {}, [], []
 
     def visit(name):

@@ -1,11 +1,11 @@
-# What is checked without running it. Included by the Makefile.
+# Static checks. Included by the Makefile.
 
 .PHONY: lint lint-c lint-python format
 
-# Trailing comments and macros' values may be aligned by hand: only what is left of them counts.
+# Trailing comments and macros' values may be aligned by hand: spaces before them do not count.
 TIGHT := sed -E 's/([^ \t])[ \t]+/\1 /g'
 CFORMATTED = $(wildcard $(addsuffix /*.[ch],csrc csrc/preload tests/engine tests/fuzz tests/soak examples/*))
-# Not a Python module; what Cython adds by itself.
+# Not a Python module; names that Cython adds by itself.
 STUBLESS := 'rdmafork\.librdmafork' '.*\.__test__' '.*\.__(reduce|setstate)_cython__' '.*\.__pyx_capi__' \
 	'rdmafork\._(core\.Registration|verbs\.(ProtectionDomain|MemoryRegion))\.__init__'
 EXAMPLES = build/readme $(wildcard examples/*.py examples/*/*/__init__.py)

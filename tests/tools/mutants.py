@@ -118,7 +118,7 @@ def changes(path, text):
         for other in SWAPS[match[1]]:
             yield match.start(1), match.end(1), other
     for match in CONSTANT.finditer(code):
-        # What returns -errno returns -EPERM alone between -1 and 0.
+        # A function that returns -errno returns only -EPERM between -1 and 0.
         errno = match[1] == "0" and code[: match.start()].endswith(("< ", ">= "))
         for step in (1,) if errno else (1, -1):
             yield match.start(), match.end(), f"({int(match[1]) + step}{match[2]})"
@@ -205,7 +205,7 @@ def end_session(leader):
 
 
 def run(command, seconds, stdout=subprocess.DEVNULL, cwd=None):
-    """How it ended the mutant, or None if it noticed nothing. What it has made ends with it."""
+    """How it ended the mutant, or None if it noticed nothing. Its children end with it."""
     with subprocess.Popen(
         command,
         stdout=stdout,

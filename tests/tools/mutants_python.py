@@ -143,7 +143,7 @@ def times():
 
 
 def names_of(path, text):
-    """What a test of the module may name: its file, its command, what it defines for others."""
+    """The names by which a test may use the module: its file, its command, its public names."""
     defined = {one or other for one, other in DEFINED.findall(text)}
     public = {name for name in defined if not name.startswith("_")}
     return public | {path.stem, *path.stem.strip("_").split("_")}

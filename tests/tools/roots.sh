@@ -1,6 +1,6 @@
 #!/bin/bash
-# What make wheel made, in Debian roots of their own, without a network: make test-pythons, test-bare,
-# test-debian.
+# The sdist and the wheel, in Debian roots of their own, without a network: make test-pythons,
+# test-bare, test-debian.
 #
 #     roots.sh pythons    the sdist with each Python of sid, 3.13 and later: built, tested, type-checked
 #     roots.sh bare       the wheel beside nothing but the Python it is for
@@ -37,7 +37,7 @@ inside() {
 		RDMAFORK_TEST_SLOWNESS="${RDMAFORK_TEST_SLOWNESS:-1}" chroot "$roots/$1" "${@:2}"
 }
 
-# Of a script the first line says what it is.
+# A script is known by its first line.
 step() {
 	local what=${*%%$'\n'*}
 	echo "== $what"

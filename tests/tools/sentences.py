@@ -33,7 +33,7 @@ def of_help() -> Iterator[tuple[str, str]]:
     yield "help(rdmafork)", page.partition("\nPACKAGE CONTENTS")[0]
     for name in sorted(name for name in dir(rdmafork) if name[0] != "_"):
         page = pydoc.plain(pydoc.render_doc(getattr(rdmafork, name)))
-        # What object and tuple have is Python's to explain.
+        # Python explains the methods of object and tuple.
         page = re.split(r"\n \|  -{20,}\n \|  (?:Methods|Static|Class|Data).*inherited", page)[0]
         # Nor do the methods that only Python calls.
         page = re.sub(r"\n \|  _\w+.*?(?=\n \|  \S|\Z)", "", page, flags=re.DOTALL)
@@ -126,7 +126,7 @@ def text_of(node: ast.expr) -> str:
 
 
 def of_statement(node: ast.AST, inner: set[int]) -> Iterator[str]:
-    """The texts of a statement, without those of the statements in it."""
+    """The texts of a statement, without the texts of the statements in it."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Constant | ast.JoinedStr):
             yield text_of(child)
@@ -147,7 +147,7 @@ def of_python(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 STRING = r'(?<![\'"\w])[fb]?"((?:[^"\\\n]|\\.)+)"'
 JOINED = re.compile(rf"{STRING}(?:\s*(?:PRI[a-zX0-9]+\s*)?{STRING})*")
-# No user meets these: comments, docstrings of functions in C, assembler, what is included.
+# No user meets these: comments, docstrings of functions in C, assembler, includes.
 HIDDEN = re.compile(
     r'/\*.*?\*/|""".*?"""|^#include[^\n]*|__asm__[^;]*;|^ *#[^\n]*|\'"\'',
     re.DOTALL | re.MULTILINE,
@@ -184,7 +184,7 @@ def of_sources() -> Iterator[tuple[str, str]]:
         for line, texts in of_python(path) if path.suffix == ".py" else of_c(path):
             found = [one_line(text) for text in texts if not re.fullmatch(r"\W*[a-z_]*\W*", text)]
             if any(map(is_sentence, found)):
-                # A row of doctor is what it looked at, the finding and the remedy.
+                # A row of doctor is the check, the finding and the remedy.
                 yield f"{path.relative_to(ROOT)}:{line}", " | ".join(found)
 
 

@@ -1,4 +1,4 @@
-"""Real devices: rdma_rxe in a VM, or what the host has. Without one these tests are skipped.
+"""Real devices: rdma_rxe in a VM, or the host's own. Without one these tests are skipped.
 
 RDMAFORK_TEST_DEVICE=required makes the lack of a device an error; any other value names it.
 """
@@ -58,7 +58,7 @@ def device():
 
 @pytest.fixture(scope="session")
 def rc(device, tmp_path_factory):
-    """What rc.c offers, on this device."""
+    """The functions of rc.c, on this device."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not shutil.which(compiler[0]):
         lacking(f"there is no C compiler ({compiler[0]})")

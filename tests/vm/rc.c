@@ -329,7 +329,7 @@ int rc_move(struct rc_pair *pair, enum rc_what what, const struct rc_job *job)
 	return err;
 }
 
-/* ---- What is moved ------------------------------------------------------------------------ */
+/* ---- Transfers --------- ------------------------------------------------------------------- */
 
 static unsigned char expected(uint32_t seed, uint64_t at)
 {

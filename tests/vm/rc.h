@@ -23,7 +23,7 @@ enum rc_what {
 	RC_SEND,
 };
 
-/* What is to be moved, piece by piece: nbytes of them, each at a multiple of stride. */
+/* A transfer, piece by piece: nbytes of them, each at a multiple of stride. */
 struct rc_job {
 	uint64_t local, remote, nbytes, stride, piece;
 	uint32_t lkey, rkey, timeout_ms;
@@ -37,7 +37,7 @@ int rc_dealloc_pd(struct ibv_pd *pd);
 int rc_reg(struct ibv_pd *pd, uint64_t address, uint64_t nbytes, int access, struct ibv_mr **mr,
 	   uint32_t *lkey, uint32_t *rkey);
 int rc_dereg(struct ibv_mr *mr);
-/* What pd.register() and close are measured against. */
+/* The bare calls that pd.register() and close() are measured against. */
 int rc_reg_dereg(struct ibv_pd *pd, uint64_t address, uint64_t nbytes, int access, int times);
 /* Are reliable connections served from memory that is not pinned?  1, 0 or -errno. */
 int rc_on_demand(struct ibv_context *context);
@@ -51,7 +51,7 @@ int rc_move(struct rc_pair *pair, enum rc_what what, const struct rc_job *job);
 
 /* Writes the pieces that rc_move() moves. */
 void rc_fill(volatile unsigned char *to, const struct rc_job *job, uint32_t seed);
-/* How many bytes of the pieces are not what rc_fill() wrote. */
+/* How many bytes of the pieces differ from rc_fill()'s. */
 uint64_t rc_wrong(const volatile unsigned char *in, const struct rc_job *job, uint32_t seed);
 
 #endif

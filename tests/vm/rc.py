@@ -1,4 +1,4 @@
-"""The Python side of rc.c, and what else the tests of this directory share.
+"""The Python side of rc.c, and other helpers of the tests of this directory.
 
 Everything here works in pytest's process and in a fresh interpreter alike: an Rc can be pickled.
 """
@@ -323,7 +323,7 @@ def eventually(what, wanted, seconds=20):
 
 
 class State(NamedTuple):
-    """What a region that is gone, or was never made, has left as it was."""
+    """State that a region which is gone, or was never made, leaves as it was."""
 
     objects: dict
     pinned: int

@@ -202,7 +202,7 @@ def end(process):
 
 
 def follow(name, process, log, deadline):
-    """Write to log what the guest says, and show its progress; False where time is up."""
+    """Write the guest's output to log, and show its progress; False where time is up."""
     began, line, spoken = time.monotonic(), b"", time.monotonic()
     while (now := time.monotonic()) < deadline:
         if now - spoken > QUIET:
@@ -251,7 +251,7 @@ def run_guest(kernel, arguments):
 
 
 def write_program_results(results):
-    """What the C programs have printed, as JUnit has it."""
+    """The output of the C programs, as JUnit has it."""
     suite = ElementTree.Element("testsuite", name="c")
     for log in sorted((results / "c").glob("*.log")):
         said, told = "", 0
@@ -385,7 +385,7 @@ def run_guests(kernels, arguments):
 
 
 def report(results):
-    """One line a kernel; what was not tested last."""
+    """One line a kernel; then the tests that were not run."""
     print()
     for result in results:
         if result.passed is not None:

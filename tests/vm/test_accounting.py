@@ -71,7 +71,7 @@ def test_del_in_any_order_gives_everything_back(rc):
         del context, pd
         assert pinned() == before.pinned + 2 * PINNED
         for name in order:
-            # What is still held works, whatever is gone.
+            # Regions still held work, whichever are gone.
             for left in held.keys() & {"one", "two"}:
                 assert not held[left].closed and held[left].lkey is not None, (order, name)
             del held[name]

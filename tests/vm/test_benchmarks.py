@@ -14,7 +14,7 @@ from rdmafork.benchmarks import device as benchmark
 
 @pytest.fixture(scope="module")
 def found(device, tmp_path_factory):
-    """What `--quick --json` writes."""
+    """The document of `--quick --json`."""
     file = tmp_path_factory.mktemp("device") / "device.json"
     command = [sys.executable, "-m", "rdmafork.benchmarks.device", "--quick"]
     done = subprocess.run(
@@ -29,7 +29,7 @@ def test_every_peer_is_measured_or_skipped_with_a_reason(found):
     skipped = {skip["line"]: skip["reason"] for skip in found["skipped"]}
     assert all(skipped.values())
     assert {row["line"] for row in found["rows"]} | set(skipped) >= set(benchmark.PEERS)
-    # What is no package or library of its own cannot be missing.
+    # A peer without a package or library of its own cannot be missing.
     lazy = ["rdmafork lazy"] if rdmafork.kernel_info().copy_on_fork_trusted else []
     assert not {benchmark.FLOOR, "rdmafork eager", *lazy} & set(skipped), skipped
     for row in found["rows"]:

@@ -93,7 +93,7 @@ def test_a_closed_contexts_descriptors_are_anybodys(rc):
     assert child(lambda: {link(fd) for fd in opened}) == {name}
 
 
-# ---- what is inherited ------------------------------------------------------------------
+# ---- inherited objects ------------------------------------------------------------------
 
 
 @fresh
@@ -240,7 +240,7 @@ def test_workers_of_multiprocessing_use_the_device(rc):
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 @fresh
 def test_workers_share_a_buffer_with_the_device(rc, mode):
-    """Registered once: what a worker writes the device reads, and the other way round."""
+    """Registered once: the device reads a worker's writes, and the other way round."""
     start(mode)
     ours = Ours(rc)
     shared = rdmafork.Buffer(SIZE, shared=True)
@@ -290,7 +290,7 @@ def fork_worker(hold):
 
 
 def owned(rc):
-    """What pins memory or other objects. A context alone, of which nothing was made, does not."""
+    """Objects that pin memory or others. A context alone, of which nothing was made, does not."""
     return {k: v for k, v in rc.objects().items() if k != "ctx"}, pinned_pages()
 
 
@@ -306,7 +306,7 @@ def parent(rc, queue_pairs, hold):
 
 
 def outlived(rc, queue_pairs):
-    """What a killed parent leaves while its worker lives, and after: (before, then, finally)."""
+    """Objects of a killed parent while its worker lives, and after: (before, then, finally)."""
 
     def now():
         return rc.objects(), pinned_pages()

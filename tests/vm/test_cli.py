@@ -1,4 +1,4 @@
-"""The command line where there is a device: what it finds is what is there."""
+"""The command line where there is a device: it finds the device and its port."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Programs that know nothing of rdmafork, under what "rdmafork exec" sets for them."""
+"""Programs that know nothing of rdmafork, in the environment of "rdmafork exec"."""
 
 import contextlib
 import ctypes
@@ -91,7 +91,7 @@ def direct(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_linked_to_a_libibverbs_that_calls_itself_directly(rc, huge_pages, direct, kind):
-    """Swallowing its ibv_fork_init() and no more would lose what it protects by itself."""
+    """To swallow its ibv_fork_init() and no more would lose its own protection."""
     preload = [rdmafork.get_library(), rc.library]
     run(_loses_nothing, rc, kind, "patched", env={**EXEC, **direct}, preload=preload)
 
@@ -119,7 +119,7 @@ def _running(rc):
 
 
 def test_a_program_that_asks_by_version_is_protected_too(rc, huge_pages):
-    """As NCCL does, which turns libibverbs' own support on before anybody can look."""
+    """As NCCL does, which turns libibverbs' own support on before a look is possible."""
     executed(_by_version, rc)
 
 
@@ -141,7 +141,7 @@ def _by_version(rc):
 
 
 def _by_version_directly(rc):
-    """What is registered before the first look, at a fork, is libibverbs' to protect."""
+    """Regions registered before the first look, at a fork, are libibverbs' to protect."""
     # Huge pages it takes only with the variable that is set for it where copying is not trusted.
     kind = "hugetlb" if "RDMAV_HUGEPAGES_SAFE" in os.environ else "base"
     ask_by_version()
@@ -155,7 +155,7 @@ def _by_version_directly(rc):
     assert "dc" not in vm_flags(far.address)
 
 
-# ---- what is registered here -------------------------------------------------------------
+# ---- registrations counted here ----------------------------------------------------------
 
 
 def test_a_region_of_ours_counts_once(rc):

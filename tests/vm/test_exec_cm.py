@@ -1,4 +1,4 @@
-"""What a child has of its parent's connection manager, /dev/infiniband/rdma_cm, under exec."""
+"""A child and its parent's connection manager, /dev/infiniband/rdma_cm, under exec."""
 
 import errno
 import os

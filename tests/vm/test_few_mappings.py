@@ -1,4 +1,4 @@
-"""vm.max_map_count at 1000: who registers more than that leaves room for the application.
+"""vm.max_map_count at 1000: more registrations than that leave room for the application.
 
 The limit is the whole machine's, so only a guest's is changed: RDMAFORK_TEST_GUEST.
 """
@@ -36,7 +36,7 @@ def budget():
 
 
 def truth(address, npages):
-    """What is listed as marked is marked, and what is marked is listed."""
+    """All pages listed as marked are marked, and the other way round."""
     marked = set()
     for mapping in smaps():
         if "dc" in mapping.flags:
@@ -81,7 +81,7 @@ def test_beyond_the_budget_the_application_has_its_share(mode):
         except OSError as error:
             assert not trusted and "max_map_count (1000)" in str(error)
             refused += 1
-    # Where the kernel does not copy, what cannot be marked cannot be registered.
+    # Where the kernel does not copy, memory that cannot be marked cannot be registered.
     assert bool(refused) != trusted
     application()
     fork_once()
@@ -139,7 +139,7 @@ def test_with_no_mapping_left_nothing_is_claimed(mode):
         # Nothing can be split, so a fork may fail too.
         with contextlib.suppress(OSError):
             fork_once()
-        # A middle part of what is marked cannot become ordinary yet.
+        # A middle part of marked memory cannot become ordinary yet.
         whole = rdmafork.register(view[: 4 * PAGE])
         kept.pop(0).close()
         whole.close()

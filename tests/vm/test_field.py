@@ -30,7 +30,7 @@ FIELD = ROOT / "build/field"
 SCRIPTS = ROOT / "tests/vm/field"
 LIMIT = 15 * SLOWNESS
 NBYTES, PAGE = 64 << 20, mmap.PAGESIZE
-# What perftest says, and gives up, where a busy machine's clock is not steady.
+# perftest says so and gives up where a busy machine's clock is not steady.
 NOISE, TRIES = "Correlation coefficient", 8
 EXEC = [sys.executable, "-m", "rdmafork", "exec", "--report"]
 DEBIAN_PYTHON = "/usr/bin/python3"
@@ -39,7 +39,7 @@ SYSFS = Path("/sys/class/infiniband")
 
 
 def run_library(program, device, before, env, folder):
-    """What forks.py found, a dictionary for each process."""
+    """The findings of forks.py, a dictionary for each process."""
     python = FIELD / "bin/python" if program.source == "PyPI" else DEBIAN_PYTHON
     command = [*before, python, SCRIPTS / "forks.py", program.name, device]
     if program.ranks:
@@ -105,7 +105,7 @@ def run_suite(program, device, before, env, folder, only=()):
     done = subprocess.run(
         [*before, *command], cwd=tests, env=env, capture_output=True, text=True, timeout=LIMIT
     )
-    # What a test prints itself stands between its name and how it ended.
+    # A test's own output stands between its name and its result.
     each = re.split(r"^test_\w+ \(", done.stderr.partition("\n======")[0], flags=re.M)[1:]
     ends = [
         (test.partition(")")[0], ended[1])
@@ -207,7 +207,7 @@ PROGRAMS = [
 
 
 def version(program):
-    """Of what is installed, or None."""
+    """The version of an installed package, or None."""
     if program.source == "PyPI":
         stem = program.package.replace("-", "_")
         found = [
@@ -221,7 +221,7 @@ def version(program):
 
 
 def worst(processes):
-    """Of one program's processes, as one: the slowest, and what any of them has missed."""
+    """One program's processes as one: the slowest, and all bytes that any of them missed."""
     found = max(processes, key=lambda one: one["fork_ms"])
     for what in ("before", *AFTER_FORKS):
         missed = [one[what] for one in processes if one[what] != "arrived"]
@@ -260,14 +260,14 @@ def checked(program, found, lines):
 
 
 def death(status):
-    """In words; forks.py has an alarm for what hangs."""
+    """In words; forks.py has an alarm for a call that hangs."""
     if status > 0:
         return f"ends with {status}"
     return "hangs" if status == -signal.SIGALRM else f"dies of signal {-status}"
 
 
 def remarks(alone, inside):
-    """What a program's user would have seen."""
+    """The program's output, as its user would have seen it."""
     for what in AFTER_FORKS:
         assert inside[what] == "arrived", (what, inside)
     said = []
@@ -355,7 +355,7 @@ def test_alone_and_under_exec(program, device, tmp_path, request):
         row |= {"remarks": remarks(alone, inside), "alone": alone, "exec": inside}
     else:
         for _ in range(3):
-            # Some of rdma-core's depend on time: what ends otherwise runs again, both ways.
+            # Some of rdma-core's depend on time: tests that end otherwise run again, both ways.
             if program.run is run_suite and (
                 only := [n for n in alone if alone[n] != inside.get(n)]
             ):

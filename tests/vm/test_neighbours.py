@@ -15,7 +15,7 @@ SIZE = 100_001
 
 
 def survives(pair, near, far):
-    """far is right across a fork whose child writes over what it has of it."""
+    """far is right across a fork whose child writes over its part of it."""
     assert pair.exchange(near, far, 1) == (0, 0)
     child = Forked(idle_first, [(far.address, far.nbytes)])
     assert pair.exchange(near, far, 3) == (0, 0)
@@ -244,7 +244,7 @@ def test_libibverbs_letting_go_of_our_pages_loses_no_data(rc, huge_pages):
     for kind in ("base", "hugetlb"):
         buffer = memory(kind, SIZE, 777)
         far = ours.register(buffer)
-        # What others' unbalanced releases come to: its count of our pages falls to 0.
+        # As by others' unbalanced releases: its count of our pages falls to 0.
         assert let_go(far.address, far.nbytes) == 0
         assert "dc" not in vm_flags(far.address)
         survives(pair, near, far)

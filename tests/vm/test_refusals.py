@@ -1,4 +1,4 @@
-"""What cannot be registered says so, names the cause, and leaves everything as it was."""
+"""Refused registrations say so, name the cause, and leave everything as it was."""
 
 import contextlib
 import ctypes
@@ -43,7 +43,7 @@ def refused(rc, ours, buffer, access):
 
 @pytest.fixture
 def device_for_all(device):
-    """Anybody may open the device, as udev's rules usually have it."""
+    """Any user may open the device, as udev's rules usually have it."""
     nodes = Path("/sys/class/infiniband_verbs")
     node = next(p for p in nodes.glob("uverbs*") if (p / "ibdev").read_text().strip() == device)
     path = Path("/dev/infiniband") / node.name
@@ -87,7 +87,7 @@ def test_the_limit_of_locked_memory_is_named(rc, device_for_all, mode):
     assert pinned() == 0 and rdmafork.protected_ranges() == []
 
 
-# ---- memory that is not what it should be -----------------------------------------------
+# ---- memory of the wrong kind -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])

@@ -1,4 +1,4 @@
-"""Half a minute of the soak on a device: what it does for hours in `make soak-vm`."""
+"""Half a minute of the soak on a device, of the hours in `make soak-vm`."""
 
 import pytest
 from conftest import both_modes, marks_stay
@@ -14,7 +14,7 @@ def test_traffic_forks_and_migration_lose_no_byte(device, huge_pages, mode):
     status, did, said = soak(*arguments, "--seconds", "10", "--forks", "150")
     assert status == 0, said
     assert did["device"] == device and has_done_all(did, 150)
-    # What libibverbs registers by itself comes to the engine.
+    # libibverbs' own registrations come to the engine.
     assert did["engine"]["ibv_calls"]
 
 

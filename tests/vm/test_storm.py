@@ -59,7 +59,7 @@ class Storm:
         self.rc.lib.rc_fill(window.address, job_of(SIZE), self.versions[window])
 
     def wrong(self):
-        """How many bytes are not what was written there last."""
+        """How many bytes differ from the last write there."""
         job = job_of(SIZE)
         return [
             (hex(window.address), wrong)

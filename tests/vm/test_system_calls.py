@@ -1,4 +1,4 @@
-"""What pd.register() and close() ask of the kernel, against ibv_reg_mr and ibv_dereg_mr alone."""
+"""System calls of pd.register() and close(), against ibv_reg_mr and ibv_dereg_mr alone."""
 
 import collections
 import contextlib
@@ -28,7 +28,7 @@ def registers(rc, mode):
     buffer = memory("base", SIZE, 777)
     address, nbytes = span(buffer)
     register = ours.domain.register
-    for _ in range(2):  # the first time is for what the first time takes
+    for _ in range(2):  # the first time, which takes more calls, is not counted
         mark("bare")
         rc.register_many(ours.pd, address, nbytes, TIMES)
         mark("ours")

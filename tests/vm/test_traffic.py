@@ -1,4 +1,4 @@
-"""What a device writes after fork() reaches the parent, and what it reads is the parent's.
+"""A device's writes after fork() reach the parent, and its reads are of the parent's memory.
 
 Each test moves data over a connection, forks, lets the parent and the child write on every page
 (the parent first: it is then that copy-on-write moves its page), and moves data again.

@@ -1,4 +1,4 @@
-# What runs in virtual machines, with a soft-RoCE device. Included by the Makefile.
+# Tests in virtual machines, with a soft-RoCE device. Included by the Makefile.
 
 .PHONY: test-vm tried-with
 
@@ -13,7 +13,7 @@ test-vm: export PYTEST_ARGS := $(PYTEST_ARGS)
 test-vm: $(BUILT) $(GUESTS) $(CTESTS:%=build/ctest/debug/%) $(SOAK) $(FIELD)/installed	## in VMs with a soft-RoCE device, on Debian's kernels $(KERNELS)
 	@$(BIN)/python tests/vm/run.py $(KERNELS)
 
-# Programs nobody here wrote, in an environment of their own. What cannot be had is not tested.
+# Other people's programs, in an environment of their own. One that cannot be had is not tested.
 # nixl asks for torch, gigabytes of which it uses nothing here.
 FIELD_PACKAGES := dlslime ibverbs mooncake-transfer-engine-non-cuda numpy '--no-deps nixl-cu12'
 $(FIELD)/installed: tests/vm/vm.mk

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""What a transfer library does: its blocks are registered when a transfer takes them."""
+"""A pool as in a transfer library: its blocks are registered when a transfer takes them."""
 
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free

@@ -119,7 +119,7 @@ static void parent(void)
 		fork_within();
 }
 
-/* Not the GIL: whoever had it is not here. */
+/* Not the GIL: the thread that had it is not in the child. */
 static void child(void)
 {
 	if (!(kind & REGISTER))

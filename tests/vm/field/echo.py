@@ -39,7 +39,7 @@ def send(sock, data):
 
 
 def receive(sock, nbytes):
-    """That many, or what came before the end."""
+    """That many bytes, or fewer at the end."""
     data, buffer = b"", ctypes.create_string_buffer(PIECE)
     while len(data) < nbytes:
         got = told(libc.recv(sock, buffer, min(PIECE, nbytes - len(data)), 0))

@@ -25,7 +25,7 @@ def memory(nbytes):
     return mapped, ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
 
-# ---- each library: what writes `length` bytes from source to target with the device --------------
+# ---- each library: it writes `length` bytes from source to target with the device ----------------
 
 
 def ibverbs(device, source, target):
@@ -238,7 +238,7 @@ def main(library, device):
     found["destructors"] = end()
     found["after_destructors"] = written(write, near, far, b"later")
     print(json.dumps(found), flush=True)
-    del write  # and what it holds of the library, before the memory goes
+    del write  # and its objects of the library, before the memory goes
 
 
 if __name__ == "__main__":

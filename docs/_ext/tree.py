@@ -1,6 +1,6 @@
 """Links into the tree: each file that is named has a page of its own, with its lines.
 
-{test}`test_child::test_multiprocessing`        in tests/
+{test}`test_child::test_workers_of_multiprocessing_inherit_and_register`        in tests/
 {test}`engine/test_fork::children_of_clone_are_noticed`
 {tree}`csrc/lock.h`
 """

@@ -83,7 +83,7 @@ def test_each_process_appends_a_line_of_its_own(tmp_path):
     assert len({each["ppid"] for each in found}) == 1
 
 
-def test_to_stderr():
+def test_a_dash_writes_the_report_to_stderr():
     text = execute("--report", "-", "--", "true")
     assert json.loads(text)["program"] == "true"
 

@@ -58,7 +58,7 @@ def report(tmp_path, capsys):
     return run
 
 
-def test_one_row_a_process_by_rank(report):
+def test_a_process_has_a_row_and_rows_are_by_rank(report):
     status, lines, errors = report([line(rank) for rank in (2, 0, 1)])
     assert (status, errors) == (0, [])
     assert lines[0].split() == [
@@ -314,7 +314,7 @@ def test_a_thousand_ranks_are_twenty_rows_or_all(report):
     assert len(report(lines, "--all")[1]) > 1000
 
 
-def test_as_json(report):
+def test_json_has_all_that_the_table_has(report):
     status, lines, errors = report([line(0), "garbage", line(1, errors=["x"])], "--json")
     document = json.loads("\n".join(lines))
     assert (status, errors) == (1, [])
@@ -325,7 +325,7 @@ def test_as_json(report):
     assert [found["line"] for found in document["broken"]] == [2]
 
 
-def test_eighty_columns_with_large_numbers(report):
+def test_large_numbers_fit_in_eighty_columns(report):
     large = line(123456, host="compute-node-0123", pid=4194303, program="/x/" + "train" * 9,
                  registrations={"total": 1234567}, forks=1234,
                  marked_bytes={"total": 123 << 30})  # fmt: skip

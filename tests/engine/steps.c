@@ -144,7 +144,7 @@ static void release_unheld(void)
 	made_rc = rf_release(unheld, 0);
 }
 
-void fold(void)
+void prefork(void)
 {
 	if (rf_enter(0) == 0) {
 		rf_prefork(&rf_engine.tracker, &rf_engine.registry, &rf_engine.list);
@@ -205,7 +205,7 @@ const struct operation operations[] = {
 	{ "release lazily", release_one, RF_MODE_LAZY },
 	{ "release in lazy mode, unheld", release_unheld, RF_MODE_LAZY },
 	{ "release eagerly", release_one, RF_MODE_EAGER },
-	{ "fold", fold, RF_MODE_LAZY },
+	{ "prefork", prefork, RF_MODE_LAZY },
 	{ "fork", fork_a_child, RF_MODE_LAZY },
 	{ "list", list, RF_MODE_EAGER },
 	{ "list lazily", list, RF_MODE_LAZY },

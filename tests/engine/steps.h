@@ -43,7 +43,7 @@ extern int made_rc;
 
 void register_held(void);
 void release_one(void);
-void fold(void);
+void prefork(void);
 void look_at_libraries(void);
 
 /* Start the engine for that operation. */

@@ -49,7 +49,7 @@ static void only_pages_filled_are_marked(void)
 	check_empty();
 }
 
-static void whole_edges_mark_all_pages_touched(void)
+static void untrusted_all_pages_touched_are_marked(void)
 {
 	char *memory = check_map(8);
 	struct rf_handle handle, tiny;
@@ -421,7 +421,7 @@ int main(int argc, char **argv)
 		SCENARIO(a_mark_that_is_wanted_again_is_not_taken_away),
 		SCENARIO(eager_marks_before_returning),
 		SCENARIO(only_pages_filled_are_marked),
-		SCENARIO(whole_edges_mark_all_pages_touched),
+		SCENARIO(untrusted_all_pages_touched_are_marked),
 		SCENARIO(registrations_within_a_page_mark_nothing),
 		SCENARIO(a_hole_is_named_and_nothing_stays_marked),
 		SCENARIO(ranges_that_wrap_are_refused),

@@ -51,7 +51,7 @@ static void the_budget_is_kept_and_unmarked_bytes_are_counted(void)
 	check_empty();
 }
 
-static void the_fold_gives_vmas_to_the_longest(void)
+static void a_fork_gives_vmas_to_the_longest_runs(void)
 {
 	char *memory = check_map(2 * PIECES + 64);
 	struct rf_handle handles[PIECES + 1];
@@ -326,7 +326,7 @@ static void releases_amid_several_policies_keep_to_the_budget(void)
 }
 
 /* A mark that is wrong, as the kernel had no room to exchange it, is exchanged when it has. */
-static void an_exchange_that_was_refused_is_made_up_for(void)
+static void a_refused_exchange_of_marks_is_retried(void)
 {
 	char *memory = check_map(8);
 	struct rf_handle wiped, omitted;
@@ -350,7 +350,7 @@ static void an_exchange_that_was_refused_is_made_up_for(void)
 	check_empty();
 }
 
-static void a_release_at_the_kernels_limit_is_made_up_for(void)
+static void a_release_at_the_kernels_limit_is_retried(void)
 {
 	char *memory = check_map(64);
 	struct rf_handle handles[8];
@@ -386,7 +386,7 @@ static void a_release_at_the_kernels_limit_is_made_up_for(void)
 }
 
 /* A registration that fails over a range with a retry must not make it wait for ever. */
-static void a_failure_keeps_waiting_ranges(void)
+static void a_failed_registration_keeps_ranges_to_be_unmarked(void)
 {
 	char *memory = check_map(24);
 	struct rf_handle handles[3], none;
@@ -660,7 +660,7 @@ static void a_mark_that_cannot_be_made_again_is_not_claimed(void)
 	check_empty();
 }
 
-static void a_registration_at_the_kernels_limit(void)
+static void a_registration_at_the_kernels_limit_is_made_or_refused(void)
 {
 	char *memory = check_map(8);
 	struct rf_handle handle = { 0 };
@@ -706,7 +706,7 @@ int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(the_budget_is_kept_and_unmarked_bytes_are_counted),
-		SCENARIO(the_fold_gives_vmas_to_the_longest),
+		SCENARIO(a_fork_gives_vmas_to_the_longest_runs),
 		SCENARIO(past_the_budget_nothing_is_claimed_where_copying_is_not_trusted),
 		SCENARIO(at_the_budget_memory_beside_a_marked_page_is_marked),
 		SCENARIO(at_the_budget_too_memory_mapped_anew_is_protected),
@@ -715,16 +715,16 @@ int main(int argc, char **argv)
 		SCENARIO(ranges_beside_wiped_pages_keep_to_the_budget),
 		SCENARIO(a_fork_that_exchanges_marks_keeps_to_the_budget),
 		SCENARIO(releases_amid_several_policies_keep_to_the_budget),
-		SCENARIO(an_exchange_that_was_refused_is_made_up_for),
-		SCENARIO(a_release_at_the_kernels_limit_is_made_up_for),
-		SCENARIO(a_failure_keeps_waiting_ranges),
+		SCENARIO(a_refused_exchange_of_marks_is_retried),
+		SCENARIO(a_release_at_the_kernels_limit_is_retried),
+		SCENARIO(a_failed_registration_keeps_ranges_to_be_unmarked),
 		SCENARIO(held_memory_alone_waits_for_room),
 		SCENARIO(memory_left_by_a_release_is_marked_again_if_it_is_held),
 		SCENARIO(a_child_has_room_for_its_copies),
 		SCENARIO(a_fork_that_is_refused_marks_gives_mappings_back),
 		SCENARIO(a_few_marks_are_kept_at_the_kernels_limit),
 		SCENARIO(a_mark_that_cannot_be_made_again_is_not_claimed),
-		SCENARIO(a_registration_at_the_kernels_limit),
+		SCENARIO(a_registration_at_the_kernels_limit_is_made_or_refused),
 		SCENARIO(isolated_pages_stop_at_the_budget),
 	};
 

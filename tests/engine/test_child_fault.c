@@ -190,7 +190,7 @@ static void a_registration_that_omits_is_named_before_one_that_keeps(void)
 	CHECK(strstr(said, " with libibverbs, "), "%s", said);
 }
 
-static void other_faults_are_not_ours(void)
+static void faults_elsewhere_are_not_explained(void)
 {
 	start();
 	CHECK(run_child(touch_null) == -SIGSEGV);
@@ -252,7 +252,7 @@ static void areas_that_are_not_reserved_are_explained(void)
 	}
 }
 
-static void the_environment_turns_it_off(void)
+static void the_environment_turns_the_handler_off(void)
 {
 	struct rf_error error;
 
@@ -497,7 +497,7 @@ static void install_explain_and_touch(void)
 	touch();
 }
 
-static void it_is_put_in_front_again(void)
+static void explain_faults_puts_the_handler_in_front_again(void)
 {
 	start();
 	CHECK(run_child(install_and_touch) == 44);
@@ -729,7 +729,7 @@ static void explain_after_clone(void)
 	CHECK(check_wait(pid) == -SIGSEGV);
 }
 
-static void a_raw_clone_may_ask_for_it(void)
+static void a_raw_clone_may_call_explain_faults(void)
 {
 	int before = dup(2);
 
@@ -845,11 +845,11 @@ static const struct check_scenario scenarios[] = {
 	SCENARIO(the_line_names_the_call_and_a_remedy_for_its_caller),
 	SCENARIO(the_longest_line_is_whole),
 	SCENARIO(a_registration_that_omits_is_named_before_one_that_keeps),
-	SCENARIO(other_faults_are_not_ours),
+	SCENARIO(faults_elsewhere_are_not_explained),
 	SCENARIO(a_later_mapping_s_fault_is_not_explained),
 	SCENARIO(memory_that_the_child_unmapped_is_not_explained),
 	SCENARIO(areas_that_are_not_reserved_are_explained),
-	SCENARIO(the_environment_turns_it_off),
+	SCENARIO(the_environment_turns_the_handler_off),
 	SCENARIO(a_child_that_lacks_nothing_has_no_action),
 	SCENARIO(the_program_s_handler_is_called),
 	SCENARIO(a_one_shot_handler_is_called_once),
@@ -857,7 +857,7 @@ static const struct check_scenario scenarios[] = {
 	SCENARIO(a_handler_that_calls_ours_ends),
 	SCENARIO(a_handler_that_calls_ours_stays_in_front),
 	SCENARIO(a_handler_that_puts_ours_back_is_called_once),
-	SCENARIO(it_is_put_in_front_again),
+	SCENARIO(explain_faults_puts_the_handler_in_front_again),
 	SCENARIO(a_signal_that_is_sent_arrives),
 	SCENARIO(a_full_pipe_on_stderr_does_not_hang_the_child),
 	SCENARIO(another_file_at_descriptor_2_is_left_alone),
@@ -865,7 +865,7 @@ static const struct check_scenario scenarios[] = {
 	SCENARIO(long_lines_of_children_keep_little),
 	SCENARIO(one_thread_reports_the_fault),
 	SCENARIO(vfork_and_clone_children_die_for_themselves),
-	SCENARIO(a_raw_clone_may_ask_for_it),
+	SCENARIO(a_raw_clone_may_call_explain_faults),
 	SCENARIO(a_stack_that_overflows_dies_as_it_would),
 	SCENARIO(a_program_that_survives_goes_on),
 	SCENARIO(a_refused_sigaction_does_no_harm),

@@ -447,7 +447,7 @@ __attribute__((constructor(101))) static void install_before(void)
 	pthread_atfork(NULL, NULL, fail_in_child);
 }
 
-static void a_child_that_cannot_duplicate_closes(void)
+static void a_child_that_cannot_duplicate_dev_null_closes_the_device(void)
 {
 	int device = open_device();
 
@@ -468,7 +468,7 @@ static void a_child_that_cannot_duplicate_closes(void)
 	CHECK(in_child(is_null, device));
 }
 
-static void a_raw_clone_may_share_them(void)
+static void a_raw_clone_may_share_descriptors(void)
 {
 	int device = open_device();
 	pid_t pid;
@@ -575,8 +575,8 @@ int main(int argc, char **argv)
 		SCENARIO(the_first_descriptor_is_one_like_another),
 		SCENARIO(failures_change_nothing),
 		SCENARIO(without_proc_each_number_is_asked),
-		SCENARIO(a_child_that_cannot_duplicate_closes),
-		SCENARIO(a_raw_clone_may_share_them),
+		SCENARIO(a_child_that_cannot_duplicate_dev_null_closes_the_device),
+		SCENARIO(a_raw_clone_may_share_descriptors),
 		SCENARIO(forks_are_counted),
 		SCENARIO(threads_open_and_close_while_others_fork),
 	};

@@ -213,7 +213,7 @@ static void unknown_flags_are_refused_and_change_nothing(void)
 	check_empty();
 }
 
-static void variables_of_libibverbs_start_it(void)
+static void variables_of_libibverbs_start_the_engine(void)
 {
 	static const char *const names[] = { "RDMAV_FORK_SAFE", "IBV_FORK_SAFE" };
 	static const char *const values[] = { "0", "", "1" };
@@ -667,7 +667,7 @@ int main(int argc, char **argv)
 		SCENARIO(an_undone_registration_leaves_no_trace),
 		SCENARIO(a_failed_registration_is_none),
 		SCENARIO(unknown_flags_are_refused_and_change_nothing),
-		SCENARIO(variables_of_libibverbs_start_it),
+		SCENARIO(variables_of_libibverbs_start_the_engine),
 		SCENARIO(a_child_chooses_its_own_mode),
 		SCENARIO(a_handle_is_released_once),
 		SCENARIO(zero_bytes_can_be_registered),

@@ -144,12 +144,12 @@ static void fail_each(bool at_the_end)
 	fflush(stdout);
 }
 
-static void at_the_start_whatever_fails_the_program_runs(void)
+static void a_failure_at_the_start_stops_no_program(void)
 {
 	fail_each(false);
 }
 
-static void at_the_end_whatever_fails_the_report_is_whole_or_none(void)
+static void a_failure_at_the_end_leaves_a_whole_report_or_none(void)
 {
 	fail_each(true);
 }
@@ -216,7 +216,7 @@ static void a_report_tells_forks_and_registrations(void)
 }
 
 /* exit() in a signal handler that has interrupted the engine. */
-static void ended_inside_the_engine_it_says_so(void)
+static void a_program_that_ends_inside_the_engine_says_so(void)
 {
 	static char text[1 << 16];
 	size_t length;
@@ -266,10 +266,10 @@ static void a_failed_write_leaves_a_pending_signal(void)
 int main(int argc, char **argv)
 {
 	const struct check_scenario scenarios[] = {
-		SCENARIO(at_the_start_whatever_fails_the_program_runs),
-		SCENARIO(at_the_end_whatever_fails_the_report_is_whole_or_none),
+		SCENARIO(a_failure_at_the_start_stops_no_program),
+		SCENARIO(a_failure_at_the_end_leaves_a_whole_report_or_none),
 		SCENARIO(a_report_tells_forks_and_registrations),
-		SCENARIO(ended_inside_the_engine_it_says_so),
+		SCENARIO(a_program_that_ends_inside_the_engine_says_so),
 		SCENARIO(a_failed_write_leaves_a_pending_signal),
 	};
 

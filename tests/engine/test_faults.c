@@ -227,24 +227,24 @@ static void before_release_huge(void)
 	keep(all);
 }
 
-static void before_fold(void)
+static void before_prefork(void)
 {
 	keep(check_register(memory + 100, 3 * check_page, RF_HELD));
 	keep(check_register(memory + 6 * check_page, 2 * check_page, RF_HELD));
 	keep(check_register(memory + 10 * check_page, 2 * check_page, RF_HELD));
 }
 
-static void before_fold_mixed(void)
+static void before_prefork_mixed(void)
 {
 	before_shared();
-	before_fold();
+	before_prefork();
 	keep(check_register(memory, PAGES * check_page, RF_HELD));
 	if (huge)
 		keep(check_register(huge + CHECK_HUGE / 2, 64, RF_HELD));
 }
 
 /* A fork handler's work, without a fork. */
-static int act_fold(void)
+static int act_prefork(void)
 {
 	CHECK(rf_enter(0) == 0);
 	rf_prefork(&rf_engine.tracker, &rf_engine.registry, &rf_engine.list);
@@ -252,7 +252,7 @@ static int act_fold(void)
 	return 0;
 }
 
-static void after_fold(void)
+static void after_prefork(void)
 {
 	check_sound();
 	check_fork();
@@ -261,7 +261,7 @@ static void after_fold(void)
 	CHECK(check_marked(memory + 100, 3) == 2);
 }
 
-static void after_fold_mixed(void)
+static void after_prefork_mixed(void)
 {
 	check_sound();
 	CHECK(check_child_reads(memory + 4 * check_page));
@@ -317,9 +317,9 @@ static const struct operation operations[] = {
 	{ "release", RF_MODE_EAGER, before_release, act_release, NULL, false },
 	{ "release a hole", RF_MODE_EAGER, before_release_hole, act_release, NULL, false },
 	{ "release huge", RF_MODE_EAGER, before_release_huge, act_release, NULL, true },
-	{ "fold", RF_MODE_LAZY, before_fold, act_fold, after_fold, false },
-	{ "fold eager shared", RF_MODE_EAGER, before_list, act_fold, after_list, false },
-	{ "fold mixed", RF_MODE_LAZY, before_fold_mixed, act_fold, after_fold_mixed, true },
+	{ "prefork", RF_MODE_LAZY, before_prefork, act_prefork, after_prefork, false },
+	{ "prefork eager shared", RF_MODE_EAGER, before_list, act_prefork, after_list, false },
+	{ "prefork mixed", RF_MODE_LAZY, before_prefork_mixed, act_prefork, after_prefork_mixed, true },
 	{ "list", RF_MODE_EAGER, before_list, act_list, after_list, false },
 	{ "stats", RF_MODE_EAGER, before_overlap, act_stats, NULL, false },
 };
@@ -358,7 +358,7 @@ static void run_once(const struct operation *operation, unsigned long nth, int w
 	if (operation->before)
 		operation->before();
 	/* Asks what is mapped, as prefork is to do, and none of its calls is refused. */
-	if (operation->act != act_fold && operation->act != act_list)
+	if (operation->act != act_prefork && operation->act != act_list)
 		take_snapshot(&before);
 	lived = live_count;
 	faults = inject_faults();

@@ -259,7 +259,7 @@ static size_t lines(const char *text)
 	return count;
 }
 
-static void a_c_program_is_told_once_for_each_cause(void)
+static void a_c_program_is_warned_once_for_each_cause(void)
 {
 	char text[4096], pid[32];
 
@@ -277,7 +277,7 @@ static void a_c_program_is_told_once_for_each_cause(void)
 	CHECK(!written(register_on_the_stack, text, sizeof(text)), "%s", text);
 }
 
-static void trusted_it_is_told_nothing(void)
+static void nothing_is_told_where_copying_is_trusted(void)
 {
 	char text[4096];
 
@@ -297,7 +297,7 @@ static void report_and_exit(void)
 }
 
 /* And in its report; a child has its own. */
-static void the_report_has_it(void)
+static void the_report_has_the_causes(void)
 {
 	static char text[1 << 16];
 	char path[] = "/tmp/rdmafork-report-XXXXXX";
@@ -335,7 +335,7 @@ static void in_its_child(void)
 	CHECK(check_wait(pid) == 0);
 }
 
-static void a_child_is_told_anew(void)
+static void a_child_is_warned_anew(void)
 {
 	char text[4096];
 
@@ -393,10 +393,10 @@ int main(int argc, char **argv)
 		SCENARIO(malloc_s_memory_is_named),
 		SCENARIO(memory_before_the_heap_is_not_malloc_s),
 		SCENARIO(partial_pages_cost_no_more_calls),
-		SCENARIO(a_c_program_is_told_once_for_each_cause),
-		SCENARIO(trusted_it_is_told_nothing),
-		SCENARIO(the_report_has_it),
-		SCENARIO(a_child_is_told_anew),
+		SCENARIO(a_c_program_is_warned_once_for_each_cause),
+		SCENARIO(nothing_is_told_where_copying_is_trusted),
+		SCENARIO(the_report_has_the_causes),
+		SCENARIO(a_child_is_warned_anew),
 		SCENARIO(memory_moved_before_its_release_is_counted),
 	};
 

@@ -66,7 +66,7 @@ static void small_buffers_on_base_pages_are_registered_without_proc(void)
 }
 
 /* Nothing can be saved for the child, so the kernel copies. */
-static void without_memory_partial_huge_pages_are_the_kernels(void)
+static void without_memory_for_copies_partial_huge_pages_are_the_kernel_s(void)
 {
 	const struct rlimit none = { 0, RLIM_INFINITY }, any = { RLIM_INFINITY, RLIM_INFINITY };
 	char *memory = check_map_huge(2, MAP_PRIVATE);
@@ -287,12 +287,12 @@ static void mixed_pages_asked_by_text(void)
 	mixed_pages(false, false);
 }
 
-static void mixed_pages_whole(void)
+static void mixed_pages_untrusted(void)
 {
 	mixed_pages(true, true);
 }
 
-static void mixed_pages_whole_by_text(void)
+static void mixed_pages_untrusted_by_text(void)
 {
 	mixed_pages(false, true);
 }
@@ -370,7 +370,7 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO_HUGE(marks_that_others_take_from_huge_pages_are_back_too),
 		SCENARIO_HUGE(huge_pages_are_marked_whole),
-		SCENARIO_HUGE(without_memory_partial_huge_pages_are_the_kernels),
+		SCENARIO_HUGE(without_memory_for_copies_partial_huge_pages_are_the_kernel_s),
 		SCENARIO_HUGE(huge_pages_wait_for_the_fork),
 		SCENARIO_HUGE(small_buffers_on_base_pages_are_registered_without_proc),
 		SCENARIO_HUGE(a_huge_page_that_another_wants_stays_marked),
@@ -379,8 +379,8 @@ int main(int argc, char **argv)
 		SCENARIO_HUGE(a_huge_page_over_a_marked_base_page_is_marked_whole),
 		SCENARIO_HUGE(mixed_pages_asked_by_query),
 		SCENARIO_HUGE(mixed_pages_asked_by_text),
-		SCENARIO_HUGE(mixed_pages_whole),
-		SCENARIO_HUGE(mixed_pages_whole_by_text),
+		SCENARIO_HUGE(mixed_pages_untrusted),
+		SCENARIO_HUGE(mixed_pages_untrusted_by_text),
 		SCENARIO_HUGE(shared_huge_pages_by_query),
 		SCENARIO_HUGE(shared_huge_pages_by_text),
 	};

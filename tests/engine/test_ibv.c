@@ -64,7 +64,7 @@ static void an_empty_range_is_ignored(void)
 	check_empty();
 }
 
-static void too_late_is_said_and_nothing_protects_then(void)
+static void a_late_call_is_refused_and_protects_nothing(void)
 {
 	char *memory = check_map(PAGES);
 	struct rf_handle handle;
@@ -82,7 +82,7 @@ static void too_late_is_said_and_nothing_protects_then(void)
 	check_empty();
 }
 
-static void its_answers_are_those_that_libraries_act_on(void)
+static void answers_are_the_ones_that_libraries_act_on(void)
 {
 	struct rf_kernel kernel;
 
@@ -215,7 +215,7 @@ static void memory_mapped_anew_is_marked_anew(void)
 	check_empty();
 }
 
-static void huge_pages_go_whole_and_come_back(void)
+static void huge_pages_are_marked_whole_and_unmarked(void)
 {
 	char *huge = check_map_huge(2, MAP_PRIVATE);
 
@@ -347,7 +347,7 @@ static void any_ranges_in_any_order(void)
 	check_empty();
 }
 
-static void thousands_are_found_again(void)
+static void thousands_of_ranges_are_found_again(void)
 {
 	const size_t count = 20000;
 	char *memory = check_map_shared(count);
@@ -443,20 +443,20 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(dontfork_range_starts_the_engine),
 		SCENARIO(an_empty_range_is_ignored),
-		SCENARIO(too_late_is_said_and_nothing_protects_then),
-		SCENARIO(its_answers_are_those_that_libraries_act_on),
+		SCENARIO(a_late_call_is_refused_and_protects_nothing),
+		SCENARIO(answers_are_the_ones_that_libraries_act_on),
 		SCENARIO(failures_have_an_errno),
 		SCENARIO(MODE_lazy_defers_ibv_marks),
 		SCENARIO(one_release_too_many_changes_nothing),
 		SCENARIO(only_registered_ranges_are_released),
 		SCENARIO(an_end_may_move_to_the_end_of_its_page),
 		SCENARIO(memory_mapped_anew_is_marked_anew),
-		SCENARIO_HUGE(huge_pages_go_whole_and_come_back),
+		SCENARIO_HUGE(huge_pages_are_marked_whole_and_unmarked),
 		SCENARIO(a_range_registered_by_both_apis_counts_once),
 		SCENARIO(a_child_starts_without_ibv_ranges),
 		SCENARIO(a_child_does_not_pay_for_its_parent_s_ranges),
 		SCENARIO(any_ranges_in_any_order),
-		SCENARIO(thousands_are_found_again),
+		SCENARIO(thousands_of_ranges_are_found_again),
 		SCENARIO(a_failure_changes_nothing),
 		SCENARIO(threads_release_each_other_s_ranges),
 	};

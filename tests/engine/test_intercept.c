@@ -142,12 +142,12 @@ static void fail_all(void)
 	fflush(stdout);
 }
 
-static void its_calls_are_taken_all_or_none(void)
+static void calls_of_a_libibverbs_are_taken_all_or_none(void)
 {
 	fail_all();
 }
 
-static void noticed_by_a_fork_they_are_taken_all_or_none(void)
+static void calls_of_a_library_that_a_fork_notices_are_taken_all_or_none(void)
 {
 	by_fork = true;
 	fail_all();
@@ -202,7 +202,7 @@ static void *load_and_unload(void *path)
 	return NULL;
 }
 
-static void another_thread_loads_and_unloads_one(void)
+static void another_thread_loads_and_unloads_a_libibverbs(void)
 {
 	unsigned long i, forks = check_scale(600);
 	struct rf_error error;
@@ -250,7 +250,7 @@ static void *switch_on(void *unused)
 	return unused;
 }
 
-static void a_fork_waits_while_it_is_switched_on(void)
+static void a_fork_waits_while_interception_is_switched_on(void)
 {
 	uint64_t began, took;
 	pthread_t thread;
@@ -404,12 +404,12 @@ static void the_program_has_its_whole_path(void)
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
-		SCENARIO(its_calls_are_taken_all_or_none),
-		SCENARIO(noticed_by_a_fork_they_are_taken_all_or_none),
+		SCENARIO(calls_of_a_libibverbs_are_taken_all_or_none),
+		SCENARIO(calls_of_a_library_that_a_fork_notices_are_taken_all_or_none),
 		SCENARIO(a_got_entry_is_read_only_where_its_page_is),
 		SCENARIO(an_object_begins_with_its_first_segment),
-		SCENARIO(another_thread_loads_and_unloads_one),
-		SCENARIO(a_fork_waits_while_it_is_switched_on),
+		SCENARIO(another_thread_loads_and_unloads_a_libibverbs),
+		SCENARIO(a_fork_waits_while_interception_is_switched_on),
 #if defined(__x86_64__)
 		SCENARIO(a_patched_library_stays_patched),
 #endif

@@ -318,7 +318,7 @@ static void at_the_limit_wiped_registrations_are_made_or_refused(void)
 	in_a_group(eager_wiped);
 }
 
-static void at_the_limit_the_fold_marks_as_much_as_it_can(void)
+static void at_the_limit_a_fork_marks_as_much_as_it_can(void)
 {
 	check_needs_lazy();
 	in_a_group(lazy_folded);
@@ -329,7 +329,7 @@ int main(int argc, char **argv)
 	const struct check_scenario scenarios[] = {
 		SCENARIO(at_the_limit_registrations_are_made_or_refused),
 		SCENARIO(at_the_limit_wiped_registrations_are_made_or_refused),
-		SCENARIO(at_the_limit_the_fold_marks_as_much_as_it_can),
+		SCENARIO(at_the_limit_a_fork_marks_as_much_as_it_can),
 	};
 
 	/*

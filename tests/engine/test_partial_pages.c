@@ -178,7 +178,7 @@ static void bytes_beside_registered_ones_stay(void)
 }
 
 /* Any regions that overlap and share pages, of either policy, coming and going. */
-static void many_share_pages(void)
+static void many_registrations_share_pages(void)
 {
 	struct region regions[40];
 	unsigned long round, rounds = check_scale(400);
@@ -395,7 +395,7 @@ static void inaccessible_huge_pages_keep_their_bytes(void)
 	check_empty();
 }
 
-static void given_back_pages_have_the_parent_s_protection(void)
+static void copied_pages_have_the_parent_s_protection(void)
 {
 	static const int protections[] = { PROT_READ, PROT_READ | PROT_EXEC, PROT_READ | PROT_WRITE,
 					   PROT_NONE };
@@ -528,7 +528,7 @@ __attribute__((constructor(101))) static void install_before(void)
 }
 
 /* Saved bytes are not kept for ever: here twice 160 MB, of a byte on each page. */
-static void much_room_is_given_back(void)
+static void much_room_for_copies_is_freed(void)
 {
 	const size_t count = 40000;
 	struct rf_handle *handles = malloc(count * sizeof(*handles));
@@ -626,7 +626,7 @@ static void many_saved_bytes_want_huge_pages(void)
 }
 
 /* Absent pages are reserved with the mappings that are left. */
-static void pages_are_given_back_before_addresses_are_reserved(void)
+static void pages_are_copied_before_addresses_are_reserved(void)
 {
 	const size_t many = 128;
 	struct region *regions = malloc(many * sizeof(*regions));
@@ -650,7 +650,7 @@ static void pages_are_given_back_before_addresses_are_reserved(void)
 }
 
 /* After the marks are made, before the child is. */
-static void registered_while_a_fork_is_under_way(void)
+static void a_registration_while_a_fork_is_under_way_is_protected(void)
 {
 	static const enum rf_policy policies[] = { RF_OMIT, RF_WIPE };
 	struct region region, both[2];
@@ -753,7 +753,7 @@ int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(bytes_beside_registered_ones_stay),
-		SCENARIO(many_share_pages),
+		SCENARIO(many_registrations_share_pages),
 		SCENARIO_HUGE(parts_of_huge_pages_eager),
 		SCENARIO_HUGE(parts_of_huge_pages_lazy),
 		SCENARIO_HUGE(many_registrations_share_a_huge_page),
@@ -761,13 +761,13 @@ int main(int argc, char **argv)
 		SCENARIO(pages_that_cannot_be_read_do_no_harm),
 		SCENARIO(inaccessible_pages_keep_their_bytes),
 		SCENARIO_HUGE(inaccessible_huge_pages_keep_their_bytes),
-		SCENARIO(given_back_pages_have_the_parent_s_protection),
+		SCENARIO(copied_pages_have_the_parent_s_protection),
 		SCENARIO(a_failed_copy_shows_no_wrong_bytes),
 		SCENARIO(room_is_taken_at_the_registration),
-		SCENARIO(much_room_is_given_back),
+		SCENARIO(much_room_for_copies_is_freed),
 		SCENARIO(many_saved_bytes_want_huge_pages),
-		SCENARIO(pages_are_given_back_before_addresses_are_reserved),
-		SCENARIO(registered_while_a_fork_is_under_way),
+		SCENARIO(pages_are_copied_before_addresses_are_reserved),
+		SCENARIO(a_registration_while_a_fork_is_under_way_is_protected),
 		SCENARIO(threads_register_while_others_fork),
 		SCENARIO(memory_that_fork_itself_uses_is_named),
 	};

@@ -330,7 +330,7 @@ static void wiping_keeps_to_the_budget(void)
 }
 
 /* In a child that the handlers never saw, too. */
-static void children_unmark_any_number_of_them(void)
+static void children_unmark_any_number_of_wiped_pages(void)
 {
 	const size_t count = 5000;
 	struct rf_handle *handles = malloc(count * sizeof(*handles));
@@ -408,7 +408,7 @@ static void a_mark_that_waits_is_unmarked_in_a_child(void)
 }
 
 /* Registrations that touch are one stretch to the kernel, which has no room to split it. */
-static void a_child_at_the_kernels_limit_unmarks_them_together(void)
+static void a_child_at_the_kernels_limit_unmarks_wiped_pages_together(void)
 {
 	const size_t count = 500;
 	char *memory = check_map(count);
@@ -585,9 +585,9 @@ int main(int argc, char **argv)
 		SCENARIO(zeros_are_a_child_s_own_whatever_fails),
 		SCENARIO(a_child_starts_from_nothing),
 		SCENARIO(without_memory_a_child_keeps_its_own_writes),
-		SCENARIO(children_unmark_any_number_of_them),
+		SCENARIO(children_unmark_any_number_of_wiped_pages),
 		SCENARIO(a_mark_that_waits_is_unmarked_in_a_child),
-		SCENARIO(a_child_at_the_kernels_limit_unmarks_them_together),
+		SCENARIO(a_child_at_the_kernels_limit_unmarks_wiped_pages_together),
 	};
 
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);

@@ -60,7 +60,7 @@ static bool holds(const char *memory, char byte, size_t nbytes)
 	return !nbytes;
 }
 
-static void bytes_beside_are_given_back_if(int error)
+static void bytes_beside_are_copied_if(int error)
 {
 	char *memory = check_map(64);
 	int before;
@@ -88,9 +88,9 @@ static void bytes_beside_are_given_back_if(int error)
 	CHECK(open_descriptors() == before);
 }
 
-static void bytes_beside_are_given_back_where_copying_is_refused(void)
+static void bytes_beside_are_copied_where_process_vm_readv_is_refused(void)
 {
-	with_each_errno(bytes_beside_are_given_back_if);
+	with_each_errno(bytes_beside_are_copied_if);
 }
 
 /* The same answers as process_vm_readv() gives, beside memory that is missing or read-only. */
@@ -410,7 +410,7 @@ static void shared_memory_is_known_without_proc(void)
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
-		SCENARIO(bytes_beside_are_given_back_where_copying_is_refused),
+		SCENARIO(bytes_beside_are_copied_where_process_vm_readv_is_refused),
 		SCENARIO(a_copy_answers_the_same_where_it_is_refused),
 		SCENARIO(without_a_descriptor_a_copy_is_refused),
 		SCENARIO(inaccessible_memory_is_copied_when_asked_for),

@@ -26,11 +26,11 @@ static struct rf_error error;
 /* ---- A fork at every instruction ---- */
 
 /* A fork before it would leave the operation nothing to mark. */
-static bool fold_first;
+static bool prefork_first;
 
 static bool too_early(void)
 {
-	return fold_first && !rf_lock_is_mine(&rf_engine.lock);
+	return prefork_first && !rf_lock_is_mine(&rf_engine.lock);
 }
 
 static pid_t (*make_child)(void) = fork;
@@ -61,7 +61,7 @@ static bool fork_here(void)
 
 static void fork_everywhere(size_t i)
 {
-	fold_first = operations[i].act == fold;
+	prefork_first = operations[i].act == prefork;
 	steps_begin(fork_here);
 	operations[i].act();
 	steps_end();
@@ -109,7 +109,7 @@ static bool fork_and_exit_here(void)
 
 static void fork_and_exit_everywhere(size_t i)
 {
-	fold_first = operations[i].act == fold;
+	prefork_first = operations[i].act == prefork;
 	steps_begin(fork_and_exit_here);
 	operations[i].act();
 	steps_end();
@@ -291,7 +291,7 @@ static void make_changes_wait(void)
 	for (page = 0; page < COUNT_OF(again); page++)
 		again[page] = check_register(leaves + 2 * page * check_page, check_page, RF_HELD);
 	all = check_register(leaves, LEAVES_PAGES * check_page, RF_HELD);
-	fold();
+	prefork();
 	check_release(all);
 }
 
@@ -673,14 +673,14 @@ int main(int argc, char **argv)
 
 #else
 
-static void no_steps(void)
+static void stepping_needs_the_trap_flag(void)
 {
 	check_skip("the trap flag is x86-64's, and ThreadSanitizer delays signals");
 }
 
 int main(int argc, char **argv)
 {
-	static const struct check_scenario scenarios[] = { SCENARIO(no_steps) };
+	static const struct check_scenario scenarios[] = { SCENARIO(stepping_needs_the_trap_flag) };
 
 	return check_run(scenarios, 1, argc, argv);
 }

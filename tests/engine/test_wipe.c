@@ -357,7 +357,7 @@ static unsigned long committed_kib(void)
  * The kernel commits no more than it is allowed. It refuses fork(), and nothing has changed; or a
  * child's zeros, which is told; or nothing.
  */
-static void nothing_is_overcommitted(void)
+static void memory_is_wiped_where_nothing_is_overcommitted(void)
 {
 	unsigned long kib, refused = 0, absent = 0, zeros = 0, more;
 	int found[4];
@@ -595,7 +595,7 @@ static char *map_served(size_t pages, uint64_t features)
 }
 
 /* The kernel ends the service in the child: it finds zeros. */
-static void served_memory_is_wiped(void)
+static void memory_of_a_userfaultfd_is_wiped(void)
 {
 	char *memory = map_served(8, 0);
 	struct rf_handle handle;
@@ -635,12 +635,12 @@ int main(int argc, char **argv)
 		SCENARIO_HUGE(zeros_fit_in_the_data_limit),
 		SCENARIO_HUGE(beyond_the_data_limit_pages_are_absent_and_told),
 		SCENARIO(memory_without_reservation_is_wiped),
-		SCENARIO_HUGE(nothing_is_overcommitted),
+		SCENARIO_HUGE(memory_is_wiped_where_nothing_is_overcommitted),
 		SCENARIO(an_occupied_page_is_told),
 		SCENARIO_HUGE(an_occupied_copy_is_told),
 		SCENARIO(memory_mapped_anew_is_not_told),
 		SCENARIO(marks_left_by_a_release_are_not_told),
-		SCENARIO(served_memory_is_wiped),
+		SCENARIO(memory_of_a_userfaultfd_is_wiped),
 		SCENARIO(a_userfaultfd_that_serves_children_decides),
 	};
 

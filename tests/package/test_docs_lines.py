@@ -1,4 +1,7 @@
-"""Lines and files of the tree that documentation, comments and docstrings name are there."""
+"""Lines and files of the tree that documentation, comments and docstrings name are there.
+
+And the table of places in CONTRIBUTING.md names each folder and each module.
+"""
 
 import re
 from pathlib import Path
@@ -79,3 +82,34 @@ def test_files_that_comments_name_exist():
 def test_a_file_is_found_in_comments_alone():
     text = 'x = "tests/none.py"\n# tests/some.py\n"""of tests/others/*.c"""\n/* csrc/fork.c */'
     assert NAMED.findall(comments(text)) == ["tests/some.py", "tests/others/*.c", "csrc/fork.c"]
+
+
+def places():
+    """The files and folders that the first column of "Where things are" names."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("\n## Where things are\n")[1]
+    for row in re.findall(r"^\| (`.*)", section.split("\n## ")[0], re.M):
+        cell, explanation = row.split(" | ", 1)
+        folder = Path()
+        for name in re.findall(r"`([^`]+)`", cell):
+            # A name alone is of the folder of the one before it.
+            folder = Path(name).parent if "/" in name else folder
+            yield (folder / Path(name).name).as_posix(), re.findall(r"`(\w+)`", explanation)
+
+
+@needs_sources
+def test_the_table_of_places_is_the_tree():
+    named = dict(places())
+    assert not [place for place in named if not list(ROOT.glob(place))]
+    folders = {
+        path.relative_to(ROOT).as_posix()
+        for parent in (ROOT, ROOT / "csrc", ROOT / "rdmafork", ROOT / "tests")
+        for path in parent.iterdir()
+        if path.is_dir() and re.fullmatch(r"[a-z]+", path.name)
+    } - {"build", "dist", "rdmafork", "tests"}
+    assert folders <= named.keys()
+    # A module may be named beside another one, by its stem.
+    modules = {Path(place).stem for place in named} | {
+        name for names in named.values() for name in names
+    }
+    files = [*(ROOT / "rdmafork").glob("*.py"), *(ROOT / "rdmafork").glob("*.pyx")]
+    assert {path.stem for path in files} - {"__init__", "__main__", "_version"} <= modules

@@ -148,7 +148,7 @@ def test_base_pages_by_name_are_base_pages():
 
 @both_modes
 @fresh
-def test_huge_pages(mode, huge):
+def test_pages_of_the_pool_are_whole_and_absent_from_children(mode, huge):
     """Of the pool, whole, between guards; absent from children, and back when it is closed."""
     rdmafork.fork_init(mode)
     before = free_huge_pages()
@@ -263,7 +263,7 @@ def test_a_page_size_the_kernel_does_not_have():
         *[(nbytes, TypeError, None) for nbytes in (1.0, "1", None, b"1")],
     ],
 )
-def test_sizes_that_cannot_be(nbytes, error, text):
+def test_impossible_sizes_are_refused(nbytes, error, text):
     with pytest.raises(error):  # the first refusal of a process may load the texts of errors
         Buffer(nbytes)
     before = rdmafork.stats().registrations, mappings_now()
@@ -284,7 +284,7 @@ def test_any_index_may_be_a_size():
             assert (buffer.nbytes, buffer.page_size) == (100, PAGE)
 
 
-def test_wrong_arguments():
+def test_wrong_arguments_are_refused():
     for arguments, options in (((), {}), ((1, PAGE), {}), ((1,), {"pages": 1})):
         with pytest.raises(TypeError):
             Buffer(*arguments, **options)
@@ -295,7 +295,7 @@ def test_wrong_arguments():
 
 
 @fresh
-def test_an_address_space_that_is_limited():
+def test_a_limit_of_the_address_space_is_named():
     rdmafork.fork_init()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
     limit = used + (64 << 20)
@@ -325,7 +325,7 @@ def test_on_fork_is_passed_on_and_refused_by_the_engine(policy):
             assert rdmafork.protected_ranges()[0].on_fork == policy
 
 
-def test_a_policy_that_is_none():
+def test_an_unknown_policy_is_refused():
     for policy in ("copy", None, 0, b"omit"):
         with pytest.raises(ValueError, match="omit, wipe, keep"):
             Buffer(1, on_fork=policy)
@@ -340,7 +340,7 @@ def test_a_refused_buffer_leaves_no_memory():
 
 
 @fresh
-def test_at_the_limit_of_mappings():
+def test_the_limit_of_mappings_is_named():
     """max_map_count is named, and earlier buffers stay."""
     rdmafork.fork_init()
     limit = rdmafork.kernel_info().max_map_count
@@ -527,7 +527,7 @@ def buffer():
     assert rdmafork.stats().registrations == 0
 
 
-def test_a_memoryview(buffer):
+def test_a_memoryview_reads_and_writes_it(buffer):
     with memoryview(buffer) as view:
         assert (view.nbytes, view.format, view.itemsize, view.ndim) == (5000, "B", 1, 1)
         assert (view.shape, view.strides, view.readonly) == ((5000,), (1,), False)
@@ -538,7 +538,7 @@ def test_a_memoryview(buffer):
         assert view.cast("I")[1249] == 255 << 24
 
 
-def test_every_kind_of_request(buffer):
+def test_views_have_the_fields_asked_for(buffer):
     """A view has the fields that were asked for, and no others."""
 
     class View(ctypes.Structure):
@@ -570,7 +570,7 @@ def test_every_kind_of_request(buffer):
         ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))
 
 
-def test_numpy(buffer):
+def test_numpy_arrays_read_and_write_it(buffer):
     array = np.frombuffer(buffer, dtype=np.float32)
     assert array.shape == (1250,) and array.flags.writeable
     assert array.__array_interface__["data"] == (buffer.address, False)
@@ -581,7 +581,7 @@ def test_numpy(buffer):
 
 
 @fresh
-def test_numpy_over_a_gigabyte():
+def test_a_numpy_array_of_a_gigabyte_keeps_it():
     """As the natural thing: the array alone keeps the memory, and fork() keeps out of it."""
     rdmafork.fork_init()
     array = np.frombuffer(Buffer(1 << 30), dtype=np.float32)
@@ -595,7 +595,7 @@ def test_numpy_over_a_gigabyte():
     assert rdmafork.stats().registrations == 0 and not is_mapped(address)
 
 
-def test_torch(buffer):
+def test_torch_tensors_read_and_write_it(buffer):
     torch = pytest.importorskip("torch")
     tensor = torch.frombuffer(buffer, dtype=torch.float32)
     tensor[:] = 2
@@ -603,7 +603,7 @@ def test_torch(buffer):
     assert tensor.data_ptr() == buffer.address
 
 
-def test_ctypes_struct_sockets_and_files(buffer):
+def test_ctypes_struct_sockets_and_files_use_it(buffer):
     assert address_of(buffer) == buffer.address
     struct.pack_into("<Q", buffer, 8, 1 << 40)
     assert (ctypes.c_uint64 * 2).from_buffer(buffer)[1] == 1 << 40
@@ -621,7 +621,7 @@ def test_ctypes_struct_sockets_and_files(buffer):
     assert bytes(buffer)[:13] == b"over the wire"
 
 
-def test_its_attributes(buffer):
+def test_attributes_are_read_only(buffer):
     assert (len(buffer), buffer.nbytes, buffer.page_size) == (5000, 5000, PAGE)
     assert buffer.address % PAGE == 0 and buffer.on_fork == "omit" and buffer.obj is buffer
     assert not buffer.closed and not buffer.inherited and isinstance(buffer.protected, bool)

@@ -412,7 +412,7 @@ def use_shared(shared):
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @fresh
-def test_multiprocessing(method):
+def test_workers_of_multiprocessing_inherit_and_register(method):
     registration, _memory, _address = start("auto")
     context = multiprocessing.get_context(method)
     with context.Pool(2) as pool:
@@ -439,7 +439,7 @@ def test_multiprocessing_shared_memory_stays_shared(mode):
 
 @both_modes
 @fresh
-def test_concurrent_futures(mode):
+def test_workers_of_concurrent_futures_inherit_and_register(mode):
     registration, _memory, _address = start(mode)
     context = multiprocessing.get_context("fork")
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
@@ -603,7 +603,7 @@ def test_a_raw_child_has_the_bytes_that_were_not_registered(make, mode):
 @both_ways
 @both_modes
 @fresh
-def test_a_raw_child_finds_unguarded_holes(make, mode):
+def test_a_raw_child_finds_holes_that_are_not_reserved(make, mode):
     _registration, _memory, address = start(mode, npages=4)
     hole = {"flags": MAP_FIXED_NOREPLACE, "fixed": False}
 

@@ -480,7 +480,7 @@ def exported():
 # ---- after close() --------------------------------------------------------------------------
 
 
-def test_use_after_close():
+def test_use_after_close_is_refused():
     registration = rdmafork.register(bytearray(100))
     address = registration.address
     registration.close()
@@ -493,7 +493,7 @@ def test_use_after_close():
     assert repr(registration) == f"<rdmafork.Registration 0x{address:x}, 100 bytes, closed>"
 
 
-def test_close_twice():
+def test_a_second_close_does_nothing():
     memory = bytearray(100)
     registration = rdmafork.register(memory)
     other = rdmafork.register(memory)
@@ -614,7 +614,7 @@ def test_lazy_without_mappings_left_is_the_kernel_s_to_copy():
 
 
 @fresh
-def test_a_release_without_mappings_left_is_made_up_for():
+def test_a_release_without_mappings_left_is_retried():
     rdmafork.fork_init("eager")
     memory, address = private_map(16 * PAGE)
     memory[:] = b"m" * len(memory)

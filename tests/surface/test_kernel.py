@@ -20,7 +20,7 @@ INFO = rdmafork.kernel_info()
 VERSION = tuple(map(int, re.match(r"(\d+)\.(\d+)", os.uname().release).groups()))
 
 
-def test_types():
+def test_the_fields_have_their_types():
     types = {
         "release": str,
         "copy_on_fork": bool,
@@ -44,19 +44,19 @@ def test_types():
         assert f"{name}=" in repr(INFO)
 
 
-def test_release():
+def test_the_release_is_uname_s():
     assert INFO.release == os.uname().release
     assert Path("/proc/sys/kernel/osrelease").read_text().strip() == INFO.release
 
 
-def test_page_sizes():
+def test_the_page_sizes_are_those_of_sys():
     assert INFO.page_size == resource.getpagesize() == PAGE
     names = os.listdir("/sys/kernel/mm/hugepages")
     sizes = sorted(int(re.fullmatch(r"hugepages-(\d+)kB", name).group(1)) << 10 for name in names)
     assert INFO.huge_page_sizes == tuple(sizes)
 
 
-def test_max_map_count():
+def test_max_map_count_is_proc_s():
     assert INFO.max_map_count == int(Path("/proc/sys/vm/max_map_count").read_text())
 
 

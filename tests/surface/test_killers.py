@@ -350,7 +350,7 @@ def meet_unarmed(name):
 
 
 @pytest.mark.parametrize("name", KILLERS)
-def test_it_kills_as_libibverbs_does_it(name):
+def test_children_are_killed_where_pages_are_marked_as_by_libibverbs(name):
     symptom = KILLERS[name].symptom
     if symptom is None:
         run(meet_unarmed, name)
@@ -383,7 +383,7 @@ def have_children(memory, mode, seed):
 
 
 @situations
-def test_ten_thousand_children(memory, mode, trust):
+def test_ten_thousand_children_live(memory, mode, trust):
     seed = int(os.environ.get("RDMAFORK_TEST_SEED") or int.from_bytes(os.urandom(4), "big"))
     print(f"RDMAFORK_TEST_SEED={seed}")
     lived = run(have_children, memory, mode, seed, env={"RDMAFORK_TRUST_COPYING": trust})

@@ -364,13 +364,13 @@ def play_fresh(mode, trust, huge):
 
 
 @modes_and_trust
-def test_random_operations(mode, trust):
+def test_random_operations_agree_with_the_model(mode, trust):
     play_fresh(mode, trust, huge=False)
 
 
 @unmarks_huge_pages
 @modes_and_trust
-def test_random_operations_among_huge_pages(mode, trust, hugepages):
+def test_random_operations_among_huge_pages_agree_with_the_model(mode, trust, hugepages):
     hugepages(2 * SLOTS)
     play_fresh(mode, trust, huge=True)
 

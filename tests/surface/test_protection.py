@@ -289,7 +289,7 @@ def test_private_and_shared_side_by_side(mode):
 
 @needs_lazy
 @fresh
-def test_edges_of_shared_and_of_unmapped_memory_are_told_apart():
+def test_partial_pages_of_shared_and_of_unmapped_memory_are_told_apart():
     rdmafork.fork_init("lazy")
     map_at(PLACE, 2 * PAGE)
     registration = register_address(PLACE + PAGE + 8, 64)

@@ -99,7 +99,7 @@ def test_a_copied_page_has_the_protection_that_the_parent_s_has():
 
 
 @fresh(env=UNTRUSTED)
-def test_it_may_write_there_and_give_it_to_its_own_children():
+def test_a_child_may_write_there_and_give_it_to_its_own_children():
     rdmafork.fork_init("eager")
     _memory, address = private_map(2 * PAGE)
     write(address, b"x" * 2 * PAGE)

@@ -153,9 +153,9 @@ def test_with_no_mapping_left_nothing_is_claimed(mode):
     assert truth(address, 64).marked_bytes == 0
 
 
-def test_refusals_name_it_and_releases_are_made_up_for():
+def test_refusals_name_the_limit_and_releases_are_retried():
     """As with the usual limit."""
     errors.test_eager_without_mappings_left()
-    errors.test_a_release_without_mappings_left_is_made_up_for()
+    errors.test_a_release_without_mappings_left_is_retried()
     if rdmafork.kernel_info().copy_on_fork_trusted:
         errors.test_lazy_without_mappings_left_is_the_kernel_s_to_copy()

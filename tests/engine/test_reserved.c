@@ -10,7 +10,7 @@
 #include <sys/syscall.h>
 
 /* True where a page is mapped that can be neither read nor written. */
-static bool is_guarded(const char *address)
+static bool is_reserved(const char *address)
 {
 	unsigned char present;
 	int ends[2];
@@ -52,7 +52,7 @@ static void absent_addresses_are_reserved(void)
 		size_t page;
 
 		for (page = 0; page < 64; page++)
-			CHECK(is_guarded(memory + page * check_page) == (page >= 8 && page < 24),
+			CHECK(is_reserved(memory + page * check_page) == (page >= 8 && page < 24),
 			      "page %zu", page);
 		fill_up(memory + 8 * check_page, memory + 24 * check_page);
 		signal(SIGSEGV, SIG_DFL); /* a sanitizer's handler would exit */
@@ -90,7 +90,7 @@ static void a_mapping_already_there_stays(void)
 }
 
 /* The bytes beside a registration can be read, then not, then again. */
-static void a_page_that_cannot_be_given_back_becomes_a_guard(void)
+static void a_page_that_cannot_be_copied_is_reserved(void)
 {
 	const int protections[] = { PROT_READ | PROT_WRITE, PROT_NONE, PROT_READ | PROT_WRITE };
 	char *memory = check_map(4);
@@ -108,9 +108,9 @@ static void a_page_that_cannot_be_given_back_becomes_a_guard(void)
 		if (!pid) {
 			bool readable = protections[i] != PROT_NONE;
 
-			CHECK(is_guarded(memory) == !readable, "fork %zu", i);
-			CHECK(is_guarded(memory + check_page), "fork %zu", i);
-			CHECK(is_guarded(memory + 2 * check_page) == !readable, "fork %zu", i);
+			CHECK(is_reserved(memory) == !readable, "fork %zu", i);
+			CHECK(is_reserved(memory + check_page), "fork %zu", i);
+			CHECK(is_reserved(memory + 2 * check_page) == !readable, "fork %zu", i);
 			_exit(readable ? memory[0] : 7);
 		}
 		CHECK(check_wait(pid) == 7, "fork %zu", i);
@@ -120,7 +120,7 @@ static void a_page_that_cannot_be_given_back_becomes_a_guard(void)
 }
 
 /* A page behind the end of its file is mapped as readable, and cannot be read. */
-static void a_page_that_cannot_be_read_becomes_a_guard(void)
+static void a_page_that_cannot_be_read_is_reserved(void)
 {
 	const int protection = PROT_READ | PROT_WRITE;
 	char *memory = check_map(4);
@@ -135,14 +135,14 @@ static void a_page_that_cannot_be_read_becomes_a_guard(void)
 	check_register(memory + 100, 2 * check_page, 0);
 	pid = fork();
 	if (!pid) {
-		CHECK(is_guarded(memory + check_page) && is_guarded(memory + 2 * check_page));
+		CHECK(is_reserved(memory + check_page) && is_reserved(memory + 2 * check_page));
 		_exit(memory[0]);
 	}
 	CHECK(check_wait(pid) == 7);
 }
 
 /* A page that another registration fills is given back no more, though no mark has changed. */
-static void a_page_that_is_filled_is_given_back_no_more(void)
+static void a_page_that_is_filled_is_copied_no_more(void)
 {
 	static const enum rf_policy policies[] = { RF_OMIT, RF_WIPE };
 	char *memory = check_map(1);
@@ -163,7 +163,7 @@ static void a_page_that_is_filled_is_given_back_no_more(void)
 					  &error) == 1);
 		pid = fork();
 		if (!pid) {
-			CHECK(is_guarded(memory) == omitted);
+			CHECK(is_reserved(memory) == omitted);
 			_exit(omitted || memory[0] == (filled ? 0 : 7) ? 0 : 1);
 		}
 		CHECK(check_wait(pid) == 0, "fork %zu", i);
@@ -174,12 +174,12 @@ static void a_page_that_is_filled_is_given_back_no_more(void)
 	check_empty();
 }
 
-static void the_longest_come_first(void)
+static void the_longest_areas_are_reserved_first(void)
 {
 	const size_t small = 2000, large = 600;
 	char *memory = check_map(2 * small + 32 * large), *big = memory + 2 * small * check_page;
 	struct rf_handle *handles = malloc((small + large) * sizeof(*handles));
-	size_t i, guarded = 0;
+	size_t i, reserved = 0;
 	pid_t pid;
 
 	check_start(check_best_mode());
@@ -191,10 +191,10 @@ static void the_longest_come_first(void)
 	pid = fork();
 	if (!pid) {
 		for (i = 0; i < large; i++)
-			CHECK(is_guarded(big + 32 * i * check_page), "large %zu", i);
+			CHECK(is_reserved(big + 32 * i * check_page), "large %zu", i);
 		for (i = 0; i < small; i++)
-			guarded += is_guarded(memory + 2 * i * check_page);
-		CHECK(guarded == RF_RESERVED - large, "%zu", guarded);
+			reserved += is_reserved(memory + 2 * i * check_page);
+		CHECK(reserved == RF_RESERVED - large, "%zu", reserved);
 		_exit(0);
 	}
 	CHECK(check_wait(pid) == 0);
@@ -204,7 +204,7 @@ static void the_longest_come_first(void)
 	check_empty();
 }
 
-static void a_child_plans_for_its_own(void)
+static void a_child_reserves_for_its_own_children(void)
 {
 	char *memory = check_map(8);
 	pid_t pid, inner;
@@ -216,7 +216,7 @@ static void a_child_plans_for_its_own(void)
 		(void)check_register(memory + 4 * check_page, check_page, RF_HELD);
 		inner = fork();
 		if (!inner)
-			_exit(is_guarded(memory + 4 * check_page) && is_guarded(memory) ? 0 : 1);
+			_exit(is_reserved(memory + 4 * check_page) && is_reserved(memory) ? 0 : 1);
 		_exit(check_wait(inner));
 	}
 	CHECK(check_wait(pid) == 0);
@@ -226,13 +226,13 @@ static void a_child_plans_for_its_own(void)
 		(void)rf_generation();
 		inner = fork();
 		if (!inner)
-			_exit(is_guarded(memory) ? 1 : 0);
+			_exit(is_reserved(memory) ? 1 : 0);
 		_exit(check_wait(inner));
 	}
 	CHECK(check_wait(pid) == 0);
 }
 
-static void a_guard_that_cannot_be_had_is_no_failure(void)
+static void a_refused_reservation_is_no_failure(void)
 {
 	char *memory = check_map(8);
 	struct rf_handle handle;
@@ -262,7 +262,7 @@ static void *fork_with_a_buffer_on_the_stack(void *unused)
 	if (!pid) {
 		page = (char *)(((uintptr_t)buffer + check_page - 1) & -check_page);
 		for (i = 0; i < 5; i++)
-			CHECK(is_guarded(page + i * check_page));
+			CHECK(is_reserved(page + i * check_page));
 		CHECK(!check_child_reads(page));
 		_exit(0);
 	}
@@ -273,7 +273,7 @@ static void *fork_with_a_buffer_on_the_stack(void *unused)
 	return unused;
 }
 
-static void a_hole_in_a_stack_is_a_guard(void)
+static void a_hole_in_a_stack_is_reserved(void)
 {
 	pthread_t thread;
 
@@ -315,8 +315,8 @@ static void reserved_areas_change_during_forks(void)
 		pid_t pid = fork();
 
 		if (!pid) {
-			CHECK(is_guarded(area + 32 * check_page));
-			CHECK(is_guarded(area + 33 * check_page));
+			CHECK(is_reserved(area + 32 * check_page));
+			CHECK(is_reserved(area + 33 * check_page));
 			for (i = 35; i < 64; i++)
 				CHECK(area[i * check_page] == 1);
 			_exit(0);
@@ -334,13 +334,13 @@ int main(int argc, char **argv)
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(absent_addresses_are_reserved),
 		SCENARIO(a_mapping_already_there_stays),
-		SCENARIO(a_page_that_cannot_be_given_back_becomes_a_guard),
-		SCENARIO(a_page_that_cannot_be_read_becomes_a_guard),
-		SCENARIO(a_page_that_is_filled_is_given_back_no_more),
-		SCENARIO(the_longest_come_first),
-		SCENARIO(a_child_plans_for_its_own),
-		SCENARIO(a_guard_that_cannot_be_had_is_no_failure),
-		SCENARIO(a_hole_in_a_stack_is_a_guard),
+		SCENARIO(a_page_that_cannot_be_copied_is_reserved),
+		SCENARIO(a_page_that_cannot_be_read_is_reserved),
+		SCENARIO(a_page_that_is_filled_is_copied_no_more),
+		SCENARIO(the_longest_areas_are_reserved_first),
+		SCENARIO(a_child_reserves_for_its_own_children),
+		SCENARIO(a_refused_reservation_is_no_failure),
+		SCENARIO(a_hole_in_a_stack_is_reserved),
 		SCENARIO(reserved_areas_change_during_forks),
 	};
 

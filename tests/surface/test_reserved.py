@@ -1,8 +1,8 @@
 """In a child the addresses of absent pages are reserved: nothing it maps lands there.
 
-A stale pointer faults, then, and neither reads nor writes another's memory. Each
-promise has its control, in a process that marks the same pages as libibverbs does: their addresses
-are free in a child.
+A stale pointer faults, then, and neither reads nor writes another's memory. Each promise has its
+control, in a process that marks the same pages as libibverbs does: their addresses are free in a
+child.
 """
 
 import ctypes
@@ -203,12 +203,12 @@ def test_a_stale_pointer_faults_and_hits_no_other_mapping(mode, trust):
     assert hit == 0
 
 
-def test_without_guards_it_hits_the_child_s_own():
+def test_in_unreserved_addresses_it_hits_the_child_s_own():
     _, written, hit = run(use_stale_pointers, "none")
     assert 0 in written and hit > 0
 
 
-# ---- holes without a guard ----------------------------------------------------------------
+# ---- holes that are not reserved ----------------------------------------------------------
 
 
 def main_stack():
@@ -234,7 +234,7 @@ def reads(address):
 
 @both_modes
 @fresh
-def test_of_too_many_holes_the_shortest_have_no_guard(mode):
+def test_of_too_many_holes_the_shortest_are_not_reserved(mode):
     """They fault until something is mapped there. That of a stack grows, and reads zeros."""
     start = main_stack()
     long, short = 20 * PAGE, 2 * PAGE
@@ -247,8 +247,8 @@ def test_of_too_many_holes_the_shortest_have_no_guard(mode):
     def look():
         assert reads(last) == errno.EFAULT
         free = map_at(last, PAGE, fixed=False) == last
-        guarded = map_at(at, PAGE, fixed=False) != at
-        return guarded, free, reads(start + PAGE)
+        reserved = map_at(at, PAGE, fixed=False) != at
+        return reserved, free, reads(start + PAGE)
 
     assert child(look) == (True, True, bytes(8))
     assert len(kept) == 1102 and memory[-1] == ord("n") and read(start, 8) == b"s" * 8

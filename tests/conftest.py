@@ -11,30 +11,25 @@
 returns; ``child(function, *args)`` forks, which is what everything here is about.
 """
 
-import ast
 import contextlib
 import ctypes
 import faulthandler
 import fcntl
 import functools
-import importlib.util
-import inspect
 import marshal
 import mmap
 import os
 import pickle
 import re
 import resource
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 import traceback
+import types
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -145,14 +140,16 @@ def run(what, *args, env=None, preload=None, prefix=(), timeout=TIMEOUT):
     env: variables to set, or with None to remove. preload: a path or paths for LD_PRELOAD.
     prefix: a command that runs the interpreter, ["unshare", "-pf"] for example.
     """
+    import tempfile  # not in each fresh interpreter
+
     __tracebackhide__ = True
     env = dict(env or {})
     if preload is not None:
         paths = [preload] if isinstance(preload, str | os.PathLike) else preload
         env["LD_PRELOAD"] = ":".join(map(str, paths))
     if callable(what):
-        what = inspect.unwrap(what)
-        path = str(Path(inspect.getfile(what)).resolve())
+        what = body_of(what)
+        path = str(Path(what.__code__.co_filename).resolve())
         job, beside = (path, compiled(path), what.__qualname__), [os.path.dirname(path)]
     else:
         job, beside = (None, None, what), []
@@ -206,6 +203,8 @@ conftest.serve(int(sys.argv[2]), int(sys.argv[3]))
 @functools.cache
 def compiled(path):
     """The test module at path, with pytest's messages in its assertions."""
+    import ast
+
     from _pytest.assertion.rewrite import rewrite_asserts
 
     source = Path(path).read_bytes()
@@ -221,8 +220,8 @@ def compiled(path):
 
 def load(path, code):
     name = Path(path).stem
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
-    sys.modules[name] = module
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__file__ = path
     exec(marshal.loads(code), module.__dict__)
     return module
 
@@ -250,7 +249,7 @@ def serve(jobs, answers):
             value = execute(name, args)
         else:
             function = functools.reduce(getattr, name.split("."), load(path, code))
-            body = inspect.unwrap(function)
+            body = body_of(function)
             # A function that a test runs beside itself has one thread all the same.
             value = body(*args) if body is function else by_all_threads(body, *args)
         answer = ("returned", value, None)
@@ -267,6 +266,9 @@ def serve(jobs, answers):
 
 
 def execute(source, args):
+    import ast
+    import inspect
+
     tree = ast.parse(inspect.cleandoc(source))
     space = {"args": args, "__name__": "fresh"}
     last = tree.body[-1] if tree.body else None
@@ -297,8 +299,16 @@ def fresh(function=None, **options):
         run(function, *[kwargs[name] for name in names], **options)
 
     # Parameters come from parametrize or from fixtures whose values can be pickled.
-    names = list(inspect.signature(function).parameters)
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount]
     return test
+
+
+def body_of(function):
+    """The function itself, without what decorators have put around it."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
 
 
 @pytest.fixture(name="run")
@@ -335,6 +345,9 @@ def compile_c(output, *arguments):
     The same is made once in a run. output is a file of its own all the same: to the loader, one
     inode is one library. Files that sources include stay as they are while tests run.
     """
+    import shlex
+    import shutil
+
     command = [*shlex.split(os.environ.get("CC", "cc")), *arguments]
     if not shutil.which(command[0]):
         pytest.skip("no C compiler")

@@ -43,11 +43,22 @@ skip.Exception = Skipped
 fail.Exception = AssertionError
 
 
+class Later:
+    """A module that is imported at its first use: numpy takes longer than most tests."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, attribute):
+        return getattr(importlib.import_module(self._name), attribute)
+
+
 def importorskip(name, reason=None):
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        skip(reason or f"could not import {name!r}: {error}")
+    from importlib.util import find_spec
+
+    if not find_spec(name.partition(".")[0]):
+        skip(reason or f"no module {name!r}")
+    return Later(name)
 
 
 class Caught:

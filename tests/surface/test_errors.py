@@ -193,11 +193,16 @@ def test_a_tensor_that_raises():
 
 
 @pytest.mark.parametrize(
-    "view",
-    [memoryview(bytearray(100))[::2], np.zeros((8, 8))[:, :4], np.zeros(9)[::-1]],
+    "make",
+    [
+        lambda: memoryview(bytearray(100))[::2],
+        lambda: np.zeros((8, 8))[:, :4],
+        lambda: np.zeros(9)[::-1],
+    ],
     ids=["memoryview", "columns", "reversed"],
 )
-def test_buffers_that_are_not_contiguous(view):
+def test_buffers_that_are_not_contiguous(make):
+    view = make()
     with fails(BufferError, type(view).__name__, "contiguous", "view of", "copy"):
         rdmafork.register(view)
 
@@ -216,8 +221,11 @@ def test_a_closed_mmap():
         rdmafork.register(memory)
 
 
-@pytest.mark.parametrize("array", [np.zeros((0, 5)), np.zeros(5)[2:2]], ids=["shape", "slice"])
-def test_an_empty_buffer_can_be_registered(array):
+@pytest.mark.parametrize(
+    "make", [lambda: np.zeros((0, 5)), lambda: np.zeros(5)[2:2]], ids=["shape", "slice"]
+)
+def test_an_empty_buffer_can_be_registered(make):
+    array = make()
     before = rdmafork.stats()
     for empty in (b"", bytearray(), memoryview(b""), array):
         with rdmafork.register(empty) as registration:

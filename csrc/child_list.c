@@ -24,6 +24,12 @@ static size_t header(uint64_t areas)
 	return sizeof(struct rf_areas) + areas * sizeof(struct rf_area);
 }
 
+/* Saved bytes that fill huge pages begin at one, wherever the list is mapped. */
+static size_t room_for_bytes(uint64_t nbytes)
+{
+	return nbytes < HUGE ? nbytes : nbytes + HUGE;
+}
+
 /* A larger one with the same content takes its place, in one store. */
 static int grow(struct rf_areas **areas, size_t needed)
 {
@@ -53,7 +59,7 @@ int rf_child_list_grow(struct rf_child_list *list, uint64_t areas, uint64_t nbyt
 
 	areas = areas > list->room ? areas : list->room;
 	nbytes = nbytes > list->room_bytes ? nbytes : list->room_bytes;
-	needed = header(areas) + (nbytes < RF_LIST_ROOM ? nbytes : RF_LIST_ROOM);
+	needed = header(areas) + room_for_bytes(nbytes < RF_LIST_ROOM ? nbytes : RF_LIST_ROOM);
 	if (grow(&list->spare, needed) < 0 || grow(&list->shown, needed) < 0)
 		return -ENOMEM;
 	list->room = areas;
@@ -285,33 +291,53 @@ static void read_all(struct rf_child_list *list)
 /* Those that the bytes fill, so that no more memory is taken. A refusal costs time alone. */
 static void want_huge_pages(const struct rf_areas *areas)
 {
-	const uintptr_t mask = HUGE - 1;
-	const uintptr_t start = ((uintptr_t)areas + areas->bytes_at + mask) & ~mask;
-	const uintptr_t end = ((uintptr_t)areas + areas->used) & ~mask;
+	const uintptr_t start = (uintptr_t)areas + areas->bytes_at;
+	const uintptr_t end = ((uintptr_t)areas + areas->used) & ~(uintptr_t)(HUGE - 1);
 
-	if (start < end)
+	if (areas->used - areas->bytes_at >= HUGE)
 		(void)rf_sys_madvise(start, end - start, MADV_HUGEPAGE);
 }
 
-static int save_bytes(struct rf_child_list *list)
+static uint64_t count_bytes(const struct rf_areas *areas)
 {
-	struct rf_areas *spare = list->spare;
-	size_t at = header(spare->count);
+	uint64_t nbytes = 0;
 	uint32_t i;
 
-	spare->used = at;
-	spare->bytes_at = at;
-	for (i = 0; i < spare->count; i++) {
-		struct rf_area *area = &spare->areas[i];
+	for (i = 0; i < areas->count; i++)
+		if (areas->areas[i].finds == RF_FINDS_COPY)
+			nbytes += areas->areas[i].end - areas->areas[i].start;
+	return nbytes;
+}
+
+/* Give each copy its place among the bytes, which begin at @at. */
+static void place_bytes(struct rf_areas *areas, size_t at)
+{
+	uint32_t i;
+
+	areas->bytes_at = at;
+	for (i = 0; i < areas->count; i++) {
+		struct rf_area *area = &areas->areas[i];
 
 		if (area->finds != RF_FINDS_COPY)
 			continue;
 		area->at = at;
 		at += area->end - area->start;
 	}
-	if (grow(&list->spare, at) < 0)
+	areas->used = at;
+}
+
+static int save_bytes(struct rf_child_list *list)
+{
+	const uint64_t nbytes = count_bytes(list->spare);
+	const size_t begin = header(list->spare->count);
+	uintptr_t at;
+
+	if (grow(&list->spare, begin + room_for_bytes(nbytes)) < 0)
 		return -ENOMEM;
-	list->spare->used = at;
+	at = (uintptr_t)list->spare + begin;
+	if (nbytes >= HUGE)
+		at = (at + HUGE - 1) & ~(uintptr_t)(HUGE - 1);
+	place_bytes(list->spare, at - (uintptr_t)list->spare);
 	want_huge_pages(list->spare);
 	read_all(list);
 	return 0;

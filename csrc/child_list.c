@@ -288,7 +288,7 @@ static void read_all(struct rf_child_list *list)
 	read_batch(areas, &batch);
 }
 
-/* Those that the bytes fill, so that no more memory is taken. A refusal costs time alone. */
+/* Huge pages that the bytes fill, so no more memory is taken. A refusal costs only time. */
 static void want_huge_pages(const struct rf_areas *areas)
 {
 	const uintptr_t start = (uintptr_t)areas + areas->bytes_at;
@@ -393,7 +393,7 @@ static int fill_spare(struct rf_child_list *list, struct rf_tracker *tracker, ui
 	return rc;
 }
 
-/* Has a fork taken more room than registrations reserve? Less is kept for later ones. */
+/* Has a fork taken more room than registrations reserve? Smaller lists keep theirs. */
 static bool has_much_room(const struct rf_child_list *list)
 {
 	return list->shown && list->shown->mapped + list->spare->mapped > 4 * RF_LIST_ROOM;
@@ -471,7 +471,7 @@ static void note(struct rf_child_list *list, const struct rf_refused *refused)
 		list->refused = *refused;
 }
 
-/* Pages that are there are in order if they are not the registered ones, or not any more. */
+/* Mapped pages are an error only if they should be the registered ones, and those still are. */
 static void note_refused(struct rf_child_list *list, const struct rf_area *area, int error,
 			 enum rf_child_of how)
 {
@@ -601,7 +601,7 @@ void rf_child_list_apply(struct rf_child_list *list, enum rf_child_of how)
 	list->refused.error = 0;
 	if (!areas || !areas->count)
 		return;
-	/* Before anything takes VMAs. The second pass may find VMAs that the first has freed. */
+	/* First, while VMAs are left. The second pass may use VMAs that the first has freed. */
 	if (keep_wiped(areas))
 		(void)keep_wiped(areas);
 	/* Nothing is written that does not change: the child would copy the page. */
@@ -609,7 +609,7 @@ void rf_child_list_apply(struct rf_child_list *list, enum rf_child_of how)
 		areas->cloned = how == RF_CHILD_OF_CLONE;
 	if (areas->cloned)
 		return;
-	/* The kernel may have too few VMAs for both. */
+	/* Content first: the kernel may have too few VMAs for both. */
 	map_all(list, how);
 	reserve_all(areas, how);
 }

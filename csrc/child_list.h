@@ -36,19 +36,19 @@
 
 struct rf_area {
 	uintptr_t start, end;
-	size_t at;		/* of its bytes in the list; 0: none could be saved */
+	size_t at;		/* where its bytes are in the list; 0: none were saved */
 	uint8_t finds;		/* enum rf_finds */
 	uint8_t mark;		/* enum rf_mark */
 	uint8_t protection;	/* PROT_READ ... of the parent's */
-	bool doubt;		/* it may be other memory by now, which the child has */
-	bool reserved;		/* is to be; as of rf_child_list_apply(): is, in this child */
+	bool doubt;		/* other memory may be mapped there now: the child has that */
+	bool reserved;		/* to be reserved; after rf_child_list_apply(): it is */
 };
 
 struct rf_areas {
 	size_t mapped;
 	size_t bytes_at, used;
 	uint32_t count;
-	bool early;		/* marks follow: areas of zeros may be wiped by then */
+	bool early;		/* made before the marks: areas of zeros may bear theirs later */
 	bool cloned;		/* in a child: nothing was reserved */
 	struct rf_area areas[];
 };
@@ -57,7 +57,7 @@ struct rf_areas {
 struct rf_refused {
 	uintptr_t start, end;
 	uint8_t finds;
-	bool mapped;		/* all the same: the child can read and write there */
+	bool mapped;		/* with another protection: the child can read and write */
 	int error;		/* 0: there is none; -EEXIST: something is mapped there */
 };
 
@@ -68,7 +68,7 @@ struct rf_child_list {
 	struct rf_areas *shown, *spare;	/* or NULL */
 	uint64_t room, room_bytes;	/* areas and bytes there is room for in both */
 	uint64_t version;		/* of the ranges that are shown */
-	bool mapped_anew;		/* some area depends on more than that; atomic */
+	bool mapped_anew;		/* a child maps some area: made at each fork; atomic */
 	struct iovec from[RF_LIST_BATCH]; /* not on the stack, which may be a signal handler's */
 	struct rf_refused refused; /* in a child: the first there was */
 };
@@ -94,7 +94,8 @@ static inline int rf_child_list_reserve(struct rf_child_list *list, uint64_t are
 
 /*
  * Show the list to children made from now on. [@start, @end) is about to be marked as well.
- * Bytes that cannot be read are reserved instead. -ENOMEM: the list shown before is shown.
+ * Pages whose bytes cannot be read are reserved instead. -ENOMEM: children see the list that was
+ * shown before.
  */
 int rf_child_list_make(struct rf_child_list *list, struct rf_tracker *tracker, uintptr_t start,
 		       uintptr_t end);
@@ -104,10 +105,10 @@ enum rf_child_of {
 	RF_CHILD_OF_CLONE,	/* no handler saw the fork: marks become its own */
 	RF_CHILD_UNPREPARED,	/* the list is of an earlier fork: no bytes, either */
 	RF_CHILD_PREPARED,
-	RF_CHILD_AS_PREPARED,	/* nothing was released since: each area is absent yet */
+	RF_CHILD_AS_PREPARED,	/* nothing was released since: each area is missing */
 };
 
-/* An area that the kernel refuses to map is absent; the first one is in @list->refused. */
+/* The child lacks an area that the kernel refuses to map; @list->refused names the first one. */
 void rf_child_list_apply(struct rf_child_list *list, enum rf_child_of how);
 
 /* No fork is under way: give back the memory of many saved bytes. */
@@ -117,8 +118,8 @@ void rf_child_list_trim(struct rf_child_list *list);
 uint64_t rf_child_list_bytes(const struct rf_child_list *list);
 
 /*
- * In a child: take the areas out of the list, without the bytes. They are the caller's to
- * unmap. NULL: there is none that the child may not have.
+ * In a child: take the areas out of the list, without the bytes. The caller unmaps them.
+ * NULL: the child lacks no page.
  */
 struct rf_areas *rf_child_list_take(struct rf_child_list *list);
 

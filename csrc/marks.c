@@ -3,7 +3,7 @@
 
 #include <errno.h>
 
-/* How many ranges a release may look at in search of ranges to unmark. */
+/* A release looks at so many ranges in search of some to unmark. */
 #define LOOKED_AT 64
 
 /* The share of all mappings that is given back: of 65530 about 1000, for some hundred threads. */
@@ -285,9 +285,9 @@ static bool marked_run(const struct rf_tracker *tracker, uintptr_t address, stru
 }
 
 /*
- * A release in the middle of a run makes two of it. Where that is one too many,
- * the piece it has cut off goes to the kernel, or else the shorter of the neighbours; where that
- * had a neighbour with another mark, which has an edge of its own now, the next one too.
+ * A release in the middle of a run makes two runs. If that is one too many, the kernel gets the
+ * marked pieces of the released pages, or else the shorter neighbour. If that one touched a run
+ * with another mark, which now has an edge of its own, the next neighbour follows.
  */
 void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
@@ -311,7 +311,7 @@ void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintpt
 			return;
 		}
 		rf_marks_leave(tracker, &run);
-		/* The kernel refused: the next fork unmarks it, and that is enough. */
+		/* The kernel refused. The next fork unmarks it, which is enough. */
 		range = rf_ranges_find(&tracker->ranges, run.start);
 		if (range && range->mark)
 			return;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * Marks: made, exchanged, and taken back as far as the kernel lets that happen.
+ * Marks are made, exchanged, and taken back as far as the kernel allows.
  *
  * madvise() is not exact: over marked pages a misaligned call in a huge page
  * succeeds and changes nothing, and a range with a hole is advised around it and
@@ -25,14 +25,14 @@ static inline int rf_marks_call(struct rf_tracker *tracker, uintptr_t start, uin
 	return rf_sys_madvise(start, end - start, advice);
 }
 
-/* Say where a mark is about to be made, for rf_marks_drop_shared(). */
+/* Tell rf_marks_drop_shared() where a mark is about to be made. */
 static inline void rf_marks_announce(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 {
 	tracker->announced_start = start;
 	tracker->announced_end = end;
 }
 
-/* Pages have been marked because registrations want that. */
+/* The change of ranges whose pages have been marked, as registrations want. */
 static inline struct rf_change rf_marks_made(uint8_t mark)
 {
 	return (struct rf_change){ .remark = true,
@@ -51,13 +51,13 @@ static inline int rf_marks_undoing(uint8_t mark)
 	return mark == RF_MARK_WIPEONFORK ? MADV_KEEPONFORK : MADV_DOFORK;
 }
 
-/* Give @run its best mark for the one it bears; it is never without. -errno: it is as it was. */
+/* Give @run its best mark, then take back the one it bears. -errno: nothing has changed. */
 int rf_marks_exchange(struct rf_tracker *tracker, const struct rf_run *run);
 
 /*
- * Give @run that @mark, where it bears none. A mark that it bears is made again, or exchanged
- * where it would wipe pages that are not to be wiped. -errno: it is as it was, as far as the
- * kernel takes back the advice given so far.
+ * Mark the unmarked parts of @run with @mark. Marked parts are marked again, or exchange their
+ * mark if it would wipe pages that are not to be wiped. -errno: nothing has changed, as far as
+ * the kernel takes back the advice given so far.
  */
 int rf_marks_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t mark);
 
@@ -95,13 +95,13 @@ static inline bool rf_marks_have_room(const struct rf_tracker *tracker, uintptr_
 	       rf_marks_touch(tracker, start, end);
 }
 
-/* A release has cut [@start, @end) out: leave to the kernel the runs over the budget. */
+/* A release has unmarked [@start, @end): leave runs beyond the budget to the kernel. */
 void rf_marks_keep_to_budget(struct rf_tracker *tracker, uintptr_t start, uintptr_t end);
 
 /*
- * The kernel has refused a mark for want of mappings: it would refuse the program's next thread,
- * too. Where copying is trusted, leave the shortest runs to the kernel until the program has some
- * mappings again. The next fork tries to mark them.
+ * The kernel has refused a mark for want of mappings, so it would refuse the program's next
+ * thread too. Where copying is trusted, leave the shortest runs to the kernel until the program
+ * has some mappings again. The next fork tries to mark them.
  */
 void rf_marks_give_back(struct rf_tracker *tracker);
 

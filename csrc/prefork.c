@@ -75,7 +75,7 @@ static bool has_budget(const struct rf_tracker *tracker)
 	return tracker->ranges.mark_edges + 2ull <= tracker->vma_budget;
 }
 
-/* MADV_DONTFORK wipes as well, as the child maps zeros: that is not worth the last VMAs. */
+/* With MADV_DONTFORK the child maps zeros itself: an exchange is not worth the last VMAs. */
 static bool has_budget_for(const struct rf_tracker *tracker, uint8_t best)
 {
 	return best != RF_MARK_WIPEONFORK || has_budget(tracker);
@@ -131,9 +131,9 @@ static void count_listed(struct rf_tracker *tracker, struct rf_registry *registr
 }
 
 /*
- * The slots that wait are the last of the list. They are counted in the order of the list, as a
- * registration within one that is counted already takes the least time. They stay listed: no
- * madvise() has told of a huge page that they are part of.
+ * Slots that wait are the last of the list. They are counted in the order of the list, as it takes
+ * least time to count a registration within one that is counted already. They stay listed: no
+ * madvise() has told whether they are part of a huge page.
  */
 void rf_prefork_count_all_waiting(struct rf_tracker *tracker, struct rf_registry *registry)
 {

@@ -11,7 +11,7 @@
 
 #include "child_list.h"
 
-/* Count the listed slots that were not, whose pages are marked. */
+/* Count the listed slots that are not counted; their pages are marked. */
 void rf_prefork_count_all_waiting(struct rf_tracker *tracker, struct rf_registry *registry);
 
 static inline void rf_prefork_count_waiting(struct rf_tracker *tracker,
@@ -29,8 +29,8 @@ void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry,
 		struct rf_child_list *list);
 
 /*
- * There is no memory for the child list: pages that are to be more than absent there are left to
- * the kernel, if its copying is trusted.
+ * There is no memory for the child list: leave pages whose content a child needs to the kernel,
+ * if its copying is trusted.
  */
 void rf_prefork_leave_given_back(struct rf_tracker *tracker);
 

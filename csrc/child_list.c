@@ -180,8 +180,8 @@ static uint8_t finds_on(const struct rf_range *range)
 static int collect(struct collection *to, uintptr_t start, uintptr_t end)
 {
 	const struct rf_ranges *ranges = &to->tracker->ranges;
-	struct rf_cursor cursor = { 0, 0 };
-	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+	struct rf_cursor cursor = rf_ranges_seek(ranges, 0);
+	const struct rf_range *range = rf_ranges_at(cursor);
 	int rc = 0;
 
 	for (; rc >= 0 && range; range = rf_ranges_next(ranges, &cursor)) {

@@ -72,7 +72,7 @@ static bool is_wanted_beside(const struct rf_tracker *tracker, uintptr_t first, 
 			     uintptr_t start, uintptr_t end)
 {
 	struct rf_cursor cursor = rf_ranges_seek(&tracker->ranges, first);
-	const struct rf_range *range = rf_ranges_at(&tracker->ranges, cursor);
+	const struct rf_range *range = rf_ranges_at(cursor);
 
 	for (; range && range->start < last; range = rf_ranges_next(&tracker->ranges, &cursor))
 		if ((range->start < start || range->end > end) && range->mark &&
@@ -235,7 +235,7 @@ void rf_marks_retry_some(struct rf_tracker *tracker)
 	if (rf_likely(!ranges->retry))
 		return;
 	cursor = rf_ranges_seek(ranges, start);
-	range = rf_ranges_at(ranges, cursor);
+	range = rf_ranges_at(cursor);
 	for (; range && looked_at < LOOKED_AT; range = rf_ranges_next(ranges, &cursor))
 		looked_at++;
 	tracker->retry_at = range ? range->start : 0;

@@ -88,8 +88,8 @@ struct survey {
 
 static struct survey survey(const struct rf_tracker *tracker)
 {
-	struct rf_cursor cursor = { 0, 0 };
-	const struct rf_range *range = rf_ranges_at(&tracker->ranges, cursor);
+	struct rf_cursor cursor = rf_ranges_seek(&tracker->ranges, 0);
+	const struct rf_range *range = rf_ranges_at(cursor);
 	struct survey found = { .due = false };
 
 	for (; range; range = rf_ranges_next(&tracker->ranges, &cursor)) {

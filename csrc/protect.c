@@ -40,7 +40,7 @@ static inline enum shape look(const struct rf_tracker *tracker, uintptr_t start,
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
 	struct rf_cursor cursor = rf_ranges_seek(ranges, start);
-	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+	const struct rf_range *range = rf_ranges_at(cursor);
 	struct rf_run *run = &look->run;
 	uintptr_t at, stop;
 
@@ -50,7 +50,7 @@ static inline enum shape look(const struct rf_tracker *tracker, uintptr_t start,
 		if (range && range->start <= at) {
 			stop = rf_ranges_skip_marked(ranges, &cursor, end, 1);
 			if (rf_unlikely(stop)) {
-				range = rf_ranges_at(ranges, cursor);
+				range = rf_ranges_at(cursor);
 				continue;
 			}
 			if (!is_steady(range))
@@ -392,7 +392,7 @@ static inline enum shape look_back(const struct rf_tracker *tracker, uintptr_t s
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
 	struct rf_cursor cursor = rf_ranges_seek(ranges, start);
-	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+	const struct rf_range *range = rf_ranges_at(cursor);
 	struct rf_run *run = &look->run;
 	uintptr_t at, stop;
 
@@ -402,7 +402,7 @@ static inline enum shape look_back(const struct rf_tracker *tracker, uintptr_t s
 	for (at = start; at < end; at = stop) {
 		stop = rf_ranges_skip_marked(ranges, &cursor, end, 2);
 		if (rf_unlikely(stop)) {
-			range = rf_ranges_at(ranges, cursor);
+			range = rf_ranges_at(cursor);
 			continue;
 		}
 		stop = range->end < end ? range->end : end;

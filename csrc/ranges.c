@@ -90,12 +90,28 @@ void rf_ranges_settle(const struct rf_ranges *ranges, uint32_t entry)
 		settle_leaf(leaf);
 }
 
+/* Behind the last range of a leaf is the place of the first one of the next leaf. */
+static inline struct rf_cursor over_end(const struct rf_ranges *ranges, struct rf_cursor place)
+{
+	if (place.item < place.leaf->used || place.entry + 1 >= ranges->leaf_count)
+		return place;
+	place.item = 0;
+	place.entry++;
+	place.leaf = rf_ranges_settled(ranges, place.entry);
+	return place;
+}
+
+static inline struct rf_cursor next_place(const struct rf_ranges *ranges, struct rf_cursor place)
+{
+	place.item++;
+	return over_end(ranges, place);
+}
+
 struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address)
 {
 	const struct rf_leaf_entry *directory = directory_of(ranges);
 	uint32_t low = 0, high = ranges->leaf_count, middle;
-	struct rf_cursor cursor = { 0, 0 };
-	const struct rf_leaf *leaf;
+	struct rf_cursor cursor = { .leaf = NULL };
 
 	if (!high)
 		return cursor;
@@ -108,38 +124,29 @@ struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t addres
 			high = middle;
 	}
 	cursor.entry = low;
-	leaf = rf_ranges_leaf(ranges, low);
+	cursor.leaf = rf_ranges_settled(ranges, low);
 	low = 0;
-	high = leaf->used;
+	high = cursor.leaf->used;
 	while (low < high) {
 		middle = low + (high - low) / 2;
-		if (leaf->ranges[middle].end <= address)
+		if (cursor.leaf->ranges[middle].end <= address)
 			low = middle + 1;
 		else
 			high = middle;
 	}
 	cursor.item = low;
-	if (low == leaf->used && cursor.entry + 1 < ranges->leaf_count) {
-		cursor.entry++;
-		cursor.item = 0;
-	}
-	return cursor;
+	return over_end(ranges, cursor);
 }
 
 const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor)
 {
-	cursor->item++;
-	if (cursor->item >= rf_ranges_leaf(ranges, cursor->entry)->used &&
-	    cursor->entry + 1 < ranges->leaf_count) {
-		cursor->entry++;
-		cursor->item = 0;
-	}
-	return rf_ranges_at(ranges, *cursor);
+	*cursor = next_place(ranges, *cursor);
+	return rf_ranges_at(*cursor);
 }
 
 const struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t address)
 {
-	const struct rf_range *range = rf_ranges_at(ranges, rf_ranges_seek(ranges, address));
+	const struct rf_range *range = rf_ranges_at(rf_ranges_seek(ranges, address));
 
 	return range && range->start <= address ? range : NULL;
 }
@@ -165,10 +172,10 @@ static inline bool is_alike(const struct rf_range *left, const struct rf_range *
 	       !memcmp((const char *)left + at, (const char *)right + at, sizeof(*left) - at);
 }
 
-/* The leaf at @entry changes. */
-static inline void forget(struct rf_ranges *ranges, uint32_t entry)
+/* @leaf changes, which is at @entry. */
+static inline void forget(struct rf_ranges *ranges, struct rf_leaf *leaf, uint32_t entry)
 {
-	rf_ranges_leaf(ranges, entry)->sum.known = false;
+	leaf->sum.known = false;
 	if (rf_unlikely(ranges->leaf_count >= RF_GROUP))
 		rf_ranges_group(ranges, entry)->group.known = false;
 }
@@ -250,7 +257,7 @@ static void leaf_join(struct rf_ranges *ranges, uint32_t entry)
 	       (right->used - skipped) * sizeof(*right->ranges));
 	in_this_order();
 	left->used += right->used - skipped;
-	forget(ranges, entry);
+	forget(ranges, left, entry);
 	leaf_remove(ranges, entry + 1);
 }
 
@@ -292,7 +299,7 @@ static void make_room(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr
 	right->used = left->used - keep;
 	in_this_order();
 	left->used = keep;
-	forget(ranges, cursor.entry);
+	forget(ranges, left, cursor.entry);
 }
 
 /* ---- Whole leaves ---- */
@@ -403,90 +410,66 @@ uintptr_t rf_ranges_skip_leaves(const struct rf_ranges *ranges, struct rf_cursor
 			break;
 		stop = at = sum->end;
 	}
+	cursor->leaf = rf_ranges_settled(ranges, cursor->entry);
 	return stop;
 }
 
 /* Count whole leaves once more or less, where nothing else becomes of them. How far that is. */
-static uintptr_t count_leaves(struct rf_ranges *ranges, struct rf_cursor *cursor,
-			      uintptr_t start, uintptr_t end, const struct rf_change *change)
+static uintptr_t count_leaves(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t start,
+			      uintptr_t end, const struct rf_change *change)
 {
 	struct rf_sum *sum;
 	uint32_t count;
 
-	if (cursor->item || ranges->leaf_count == 1 || !change->count ||
-	    change->set & ~RF_RANGE_DUE)
+	if (place.item || ranges->leaf_count == 1 || !change->count || change->set & ~RF_RANGE_DUE)
 		return start;
-	for (; (sum = even_sum(ranges, cursor->entry, ranges->leaf_count, start, end, &count));
-	     cursor->entry += count) {
+	for (; (sum = even_sum(ranges, place.entry, ranges->leaf_count, start, end, &count));
+	     place.entry += count) {
 		if (change->count < 0 ? sum->least < 2 : change->remark && !sum->marked)
 			break;
 		count_sum(sum, change->finds, change->count);
 		if (count == 1)
-			rf_ranges_group(ranges, cursor->entry)->group.known = false;
+			rf_ranges_group(ranges, place.entry)->group.known = false;
 		start = sum->end;
 	}
-	if (cursor->entry == ranges->leaf_count)
-		cursor->item = rf_ranges_leaf(ranges, --cursor->entry)->used;
 	return start;
 }
 
 /* ---- Changes ---- */
 
-/* A place in the list and its leaf, for which no change waits. */
-struct place {
-	struct rf_cursor at;
-	struct rf_leaf *leaf;
-};
-
-static inline struct rf_range *range_at(struct place place)
+/* The range at @place, or the room behind the last one. */
+static inline struct rf_range *range_at(struct rf_cursor place)
 {
-	return &place.leaf->ranges[place.at.item];
-}
-
-/* The place of @cursor. Behind the last range of a leaf that is the first one of the next leaf. */
-static inline struct place place_of(const struct rf_ranges *ranges, struct rf_cursor cursor)
-{
-	struct rf_leaf *leaf = rf_ranges_settled(ranges, cursor.entry);
-
-	if (cursor.item < leaf->used || cursor.entry + 1 >= ranges->leaf_count)
-		return (struct place){ cursor, leaf };
-	cursor = (struct rf_cursor){ cursor.entry + 1, 0 };
-	return (struct place){ cursor, rf_ranges_settled(ranges, cursor.entry) };
-}
-
-static inline struct place next_place(const struct rf_ranges *ranges, struct place place)
-{
-	if (++place.at.item < place.leaf->used)
-		return place;
-	return place_of(ranges, place.at);
+	return &place.leaf->ranges[place.item];
 }
 
 /* A place between two leaves is the end of the first one, if that has room. */
-static inline struct place place_with_room(const struct rf_ranges *ranges, struct place place)
+static inline struct rf_cursor place_with_room(const struct rf_ranges *ranges,
+					       struct rf_cursor place)
 {
 	struct rf_leaf *before;
 
-	if (place.at.item || !place.at.entry)
+	if (place.item || !place.entry)
 		return place;
-	before = rf_ranges_settled(ranges, place.at.entry - 1);
+	before = rf_ranges_settled(ranges, place.entry - 1);
 	if (before->used == RF_LEAF_RANGES)
 		return place;
-	return (struct place){ { place.at.entry - 1, before->used }, before };
+	return (struct rf_cursor){ before, place.entry - 1, before->used };
 }
 
 /* The leaf of @place is full. Returns the same place, with room for a range at @start. */
-static struct place split_leaf(struct rf_ranges *ranges, struct place place, uintptr_t start)
+static struct rf_cursor split_leaf(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t start)
 {
 	place = place_with_room(ranges, place);
 	while (place.leaf->used == RF_LEAF_RANGES) {
-		make_room(ranges, place.at, start);
-		place = place_with_room(ranges, place_of(ranges, rf_ranges_seek(ranges, start)));
+		make_room(ranges, place, start);
+		place = place_with_room(ranges, rf_ranges_seek(ranges, start));
 	}
 	return place;
 }
 
 /* Make room for a range at @start, before the one at @place. Returns its place, to be filled. */
-static inline struct place insert(struct rf_ranges *ranges, struct place place, uintptr_t start)
+static inline struct rf_cursor insert(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t start)
 {
 	struct rf_range *range, *end;
 
@@ -506,18 +489,19 @@ static inline struct place insert(struct rf_ranges *ranges, struct place place, 
 	}
 	in_this_order();
 	ranges->count++;
-	if (!place.at.item)
-		directory_of(ranges)[place.at.entry].first = start;
-	forget(ranges, place.at.entry);
+	if (!place.item)
+		directory_of(ranges)[place.entry].first = start;
+	forget(ranges, place.leaf, place.entry);
 	return place;
 }
 
-/* Take the range at @place out. Returns the place of the first range that ends after @end. */
-static struct place erase(struct rf_ranges *ranges, struct place place, uintptr_t end)
+/* Take the range at @place out. Returns the place of the next one. */
+static struct rf_cursor erase(struct rf_ranges *ranges, struct rf_cursor place)
 {
 	struct rf_range *range = range_at(place);
 	const struct rf_range *last = place.leaf->ranges + place.leaf->used - 1;
 	const uint32_t leaves = ranges->leaf_count;
+	const uintptr_t end = range->end;
 
 	for (; range < last; range++) {
 		*range = range[1];
@@ -525,20 +509,21 @@ static struct place erase(struct rf_ranges *ranges, struct place place, uintptr_
 	}
 	place.leaf->used--;
 	ranges->count--;
-	if (!place.at.item && place.leaf->used)
-		directory_of(ranges)[place.at.entry].first = place.leaf->ranges[0].start;
-	forget(ranges, place.at.entry);
+	if (!place.item && place.leaf->used)
+		directory_of(ranges)[place.entry].first = place.leaf->ranges[0].start;
+	forget(ranges, place.leaf, place.entry);
 	if (leaves > 1)
-		leaf_shrunk(ranges, place.at.entry);
-	return place_of(ranges, leaves == ranges->leaf_count ? place.at
-							     : rf_ranges_seek(ranges, end));
+		leaf_shrunk(ranges, place.entry);
+	if (leaves > ranges->leaf_count)
+		return rf_ranges_seek(ranges, end);
+	return over_end(ranges, place);
 }
 
 /* Cut the range at @place in two. Returns the place of the first, which ends at @address. */
-static struct place cut(struct rf_ranges *ranges, struct place place, uintptr_t address)
+static struct rf_cursor cut(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t address)
 {
 	struct rf_range first = *range_at(place);
-	struct place second;
+	struct rf_cursor second;
 
 	first.end = address;
 	place = insert(ranges, place, first.start);
@@ -546,21 +531,21 @@ static struct place cut(struct rf_ranges *ranges, struct place place, uintptr_t 
 	in_this_order();
 	second = next_place(ranges, place);
 	range_at(second)->start = address;
-	if (!second.at.item)
-		directory_of(ranges)[second.at.entry].first = address;
+	if (!second.item)
+		directory_of(ranges)[second.entry].first = address;
 	return place;
 }
 
 /* The mark before the range at @place, and the one behind it. */
-static inline uint8_t mark_before(const struct rf_ranges *ranges, struct place place)
+static inline uint8_t mark_before(const struct rf_ranges *ranges, struct rf_cursor place)
 {
 	const struct rf_range *range = range_at(place), *before;
 	const struct rf_leaf *leaf;
 
-	if (place.at.item) {
+	if (place.item) {
 		before = range - 1;
-	} else if (place.at.entry) {
-		leaf = rf_ranges_leaf(ranges, place.at.entry - 1);
+	} else if (place.entry) {
+		leaf = rf_ranges_leaf(ranges, place.entry - 1);
 		before = &leaf->ranges[leaf->used - 1];
 	} else {
 		return RF_MARK_NONE;
@@ -568,21 +553,21 @@ static inline uint8_t mark_before(const struct rf_ranges *ranges, struct place p
 	return before->end == range->start ? before->mark : RF_MARK_NONE;
 }
 
-static inline uint8_t mark_behind(const struct rf_ranges *ranges, struct place place)
+static inline uint8_t mark_behind(const struct rf_ranges *ranges, struct rf_cursor place)
 {
 	const struct rf_range *range = range_at(place), *behind;
 
-	if (place.at.item + 1 < place.leaf->used)
+	if (place.item + 1 < place.leaf->used)
 		behind = range + 1;
-	else if (place.at.entry + 1 < ranges->leaf_count)
-		behind = rf_ranges_leaf(ranges, place.at.entry + 1)->ranges;
+	else if (place.entry + 1 < ranges->leaf_count)
+		behind = rf_ranges_leaf(ranges, place.entry + 1)->ranges;
 	else
 		return RF_MARK_NONE;
 	return behind->start == range->end ? behind->mark : RF_MARK_NONE;
 }
 
 /* Ranges are inserted and erased without a mark, so edges and bytes are counted here alone. */
-static inline void set_mark(struct rf_ranges *ranges, struct place place, uint8_t mark)
+static inline void set_mark(struct rf_ranges *ranges, struct rf_cursor place, uint8_t mark)
 {
 	struct rf_range *range = range_at(place);
 	const uint8_t before = mark_before(ranges, place), behind = mark_behind(ranges, place);
@@ -598,7 +583,7 @@ static inline void set_mark(struct rf_ranges *ranges, struct place place, uint8_
 }
 
 /* Counted once more. Released but marked still: its memory may be another's by now. */
-static inline void count_more(struct rf_range *piece, const struct rf_change *change)
+static inline uint8_t count_more(struct rf_range *piece, const struct rf_change *change)
 {
 	uint8_t set = change->set;
 
@@ -614,39 +599,36 @@ static inline void count_more(struct rf_range *piece, const struct rf_change *ch
 	piece->flags |= set;
 	if (piece->flags & RF_RANGE_DOUBT)
 		piece->nature = RF_NATURE_UNASKED;
-	if (change->remark && !piece->mark && rf_range_wants_mark(piece)) {
-		piece->mark = change->mark;
-		piece->flags &= (uint8_t)~RF_RANGE_DUE;
-	}
+	if (!change->remark || piece->mark || !rf_range_wants_mark(piece))
+		return piece->mark;
+	piece->flags &= (uint8_t)~RF_RANGE_DUE;
+	return change->mark;
 }
 
-static inline void count_less(struct rf_ranges *ranges, struct rf_range *piece,
-			      const struct rf_change *change)
+static inline uint8_t count_less(struct rf_ranges *ranges, struct rf_range *piece,
+				 const struct rf_change *change)
 {
 	RF_ASSERT(piece->counts[change->finds]);
 	piece->counts[change->finds]--;
 	if (rf_range_is_counted(piece))
-		return;
+		return piece->mark;
 	piece->flags &= (uint8_t)~(RF_RANGE_UNSURE | RF_RANGE_DUE);
 	if (change->finds == RF_FINDS_COPY)
 		piece->flags |= RF_RANGE_PARTIAL;
 	if (change->remark)
-		piece->mark = change->mark;
-	else
-		ranges->leftover = true;
+		return change->mark;
+	ranges->leftover = true;
+	return piece->mark;
 }
 
-static inline void change_piece(struct rf_ranges *ranges, struct rf_range *piece,
-				const struct rf_change *change)
+/* All but the mark of @piece changes. Returns its mark to be. */
+static inline uint8_t change_piece(struct rf_ranges *ranges, struct rf_range *piece,
+				   const struct rf_change *change)
 {
-	if (change->count > 0) {
-		count_more(piece, change);
-		return;
-	}
-	if (change->count < 0) {
-		count_less(ranges, piece, change);
-		return;
-	}
+	if (change->count > 0)
+		return count_more(piece, change);
+	if (change->count < 0)
+		return count_less(ranges, piece, change);
 	piece->flags = (uint8_t)((piece->flags | change->set) & ~change->clear);
 	ranges->retry |= change->set & RF_RANGE_RETRY;
 	if (rf_unlikely(change->tried)) {
@@ -654,29 +636,34 @@ static inline void change_piece(struct rf_ranges *ranges, struct rf_range *piece
 		if (piece->tries == RF_RANGE_TRIES)
 			piece->flags = (uint8_t)((piece->flags | RF_RANGE_STUCK) & ~RF_RANGE_RETRY);
 	}
-	if (change->remark) {
-		piece->mark = change->mark;
-		piece->tries = 0;
-	}
 	if (change->rename)
 		piece->nature = change->nature;
+	if (!change->remark)
+		return piece->mark;
+	piece->tries = 0;
+	return change->mark;
 }
 
-/* Join the range at @place with the one before it, if they are alike. Returns the next place. */
-static inline struct place pass(struct rf_ranges *ranges, struct place place)
+/*
+ * Take the range at @place out if it is neither counted nor marked, or join it with the one before
+ * it if they are alike. Returns the next place.
+ */
+static inline struct rf_cursor pass(struct rf_ranges *ranges, struct rf_cursor place)
 {
 	struct rf_range *range = range_at(place);
 
-	if (!place.at.item || !is_alike(range - 1, range))
-		return next_place(ranges, place);
-	range[-1].end = range->end;
-	in_this_order();
-	return erase(ranges, place, range->end);
+	if (range->mark || rf_range_is_counted(range)) {
+		if (!place.item || !is_alike(range - 1, range))
+			return next_place(ranges, place);
+		range[-1].end = range->end;
+		in_this_order();
+	}
+	return erase(ranges, place);
 }
 
-/* Pages of no range are counted. Returns the place of their range, and in *@mark its mark to be. */
-static inline struct place add_range(struct rf_ranges *ranges, struct place place, uintptr_t start,
-				     uintptr_t end, const struct rf_change *change, uint8_t *mark)
+/* Pages of no range are counted. Returns the place of their range, which is new. */
+static inline struct rf_cursor add_range(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t start,
+				     uintptr_t end, const struct rf_change *change)
 {
 	struct rf_range *range;
 
@@ -684,73 +671,64 @@ static inline struct place add_range(struct rf_ranges *ranges, struct place plac
 	range = range_at(place);
 	*range = (struct rf_range){ .start = start, .end = end, .flags = change->set };
 	range->counts[change->finds] = 1;
-	*mark = change->remark ? change->mark : RF_MARK_NONE;
+	if (change->remark)
+		set_mark(ranges, place, change->mark);
 	return place;
 }
 
-/* [@start, @end) of the range at @place changes. Returns the same of that part. */
-static inline struct place change_range(struct rf_ranges *ranges, struct place place,
+/* [@start, @end) of the range at @place changes. Returns the place of that part. */
+static inline struct rf_cursor change_range(struct rf_ranges *ranges, struct rf_cursor place,
 					uintptr_t start, uintptr_t end,
-					const struct rf_change *change, uint8_t *mark)
+					const struct rf_change *change)
 {
-	struct rf_range *range;
-	uint8_t old;
+	uint8_t mark;
 
 	if (range_at(place)->start < start)
 		place = pass(ranges, cut(ranges, place, start));
 	if (range_at(place)->end > end)
 		place = cut(ranges, place, end);
-	range = range_at(place);
-	old = range->mark;
-	change_piece(ranges, range, change);
-	forget(ranges, place.at.entry);
-	*mark = range->mark;
-	range->mark = old;
+	mark = change_piece(ranges, range_at(place), change);
+	forget(ranges, place.leaf, place.entry);
+	if (range_at(place)->mark != mark)
+		set_mark(ranges, place, mark);
 	return place;
 }
 
-void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t start,
+void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t start,
 			 uintptr_t end, const struct rf_change *change)
 {
 	const struct rf_range *range;
-	struct place place;
 	uintptr_t stop;
-	uint8_t mark;
 
 	RF_ASSERT(start <= end);
 	ranges->version++;
-	if (rf_unlikely(!ranges->leaf_count)) {
+	if (rf_unlikely(!place.leaf)) {
 		/* There may be no room yet, either. */
 		if (change->count <= 0)
 			return;
 		leaf_insert(ranges, 0, start);
+		place = rf_ranges_seek(ranges, start);
 	}
-	place = place_of(ranges, cursor);
 	for (; start < end; start = stop) {
-		stop = count_leaves(ranges, &place.at, start, end, change);
+		stop = count_leaves(ranges, place, start, end, change);
 		if (stop > start) {
-			place = place_of(ranges, place.at);
+			place = rf_ranges_seek(ranges, stop);
 			continue;
 		}
-		range = place.at.item < place.leaf->used ? range_at(place) : NULL;
+		range = rf_ranges_at(place);
 		if (range && range->start <= start) {
 			stop = range->end < end ? range->end : end;
-			place = change_range(ranges, place, start, stop, change, &mark);
+			place = change_range(ranges, place, start, stop, change);
 		} else {
 			stop = range && range->start < end ? range->start : end;
 			if (change->count <= 0)
 				continue;
-			place = add_range(ranges, place, start, stop, change, &mark);
+			place = add_range(ranges, place, start, stop, change);
 		}
-		if (range_at(place)->mark != mark)
-			set_mark(ranges, place, mark);
-		if (mark || rf_range_is_counted(range_at(place)))
-			place = pass(ranges, place);
-		else
-			place = erase(ranges, place, stop);
+		place = pass(ranges, place);
 	}
 	/* The range behind the last change may be like it now. */
-	if (place.at.item < place.leaf->used)
+	if (rf_ranges_at(place))
 		(void)pass(ranges, place);
 	RF_ASSERT(ranges->count <= ranges->capacity);
 }
@@ -799,7 +777,7 @@ static void check_groups(const struct rf_ranges *ranges)
 
 void rf_ranges_check(const struct rf_ranges *ranges)
 {
-	struct rf_cursor cursor = { 0, 0 };
+	struct rf_cursor cursor = rf_ranges_seek(ranges, 0);
 	const struct rf_range *range, *before = NULL;
 	uint32_t count = 0, edges = 0;
 	uint64_t bytes = 0;
@@ -808,7 +786,7 @@ void rf_ranges_check(const struct rf_ranges *ranges)
 
 	check_leaves(ranges);
 	check_groups(ranges);
-	for (range = rf_ranges_at(ranges, cursor); range;
+	for (range = rf_ranges_at(cursor); range;
 	     before = range, range = rf_ranges_next(ranges, &cursor)) {
 		RF_ASSERT(range->start < range->end);
 		RF_ASSERT(!before || before->end <= range->start);

@@ -147,6 +147,7 @@ struct rf_ranges {
 
 /* A place in the list. Any change to the list makes it stale. */
 struct rf_cursor {
+	struct rf_leaf *leaf;	/* no change waits for it; NULL: there are no leaves */
 	uint32_t entry, item;
 };
 
@@ -178,8 +179,6 @@ static inline int rf_ranges_reserve(struct rf_ranges *ranges, uint32_t registrat
 	return rf_ranges_grow(ranges, needed > UINT32_MAX ? UINT32_MAX : (uint32_t)needed);
 }
 
-/* The first range that ends after @address. */
-struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address);
 /* The leaf at @entry, as it lies there: without the changes that wait for it. */
 static inline struct rf_leaf *rf_ranges_leaf(const struct rf_ranges *ranges, uint32_t entry)
 {
@@ -206,16 +205,15 @@ static inline struct rf_leaf *rf_ranges_settled(const struct rf_ranges *ranges, 
 	return leaf;
 }
 
-/* NULL past the end. */
-static inline const struct rf_range *rf_ranges_at(const struct rf_ranges *ranges,
-						  struct rf_cursor cursor)
-{
-	const struct rf_leaf *leaf;
+/* The first range that ends after @address. */
+struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address);
 
-	if (cursor.entry >= ranges->leaf_count)
+/* NULL past the end. */
+static inline const struct rf_range *rf_ranges_at(struct rf_cursor cursor)
+{
+	if (!cursor.leaf || cursor.item >= cursor.leaf->used)
 		return NULL;
-	leaf = rf_ranges_settled(ranges, cursor.entry);
-	return cursor.item < leaf->used ? &leaf->ranges[cursor.item] : NULL;
+	return &cursor.leaf->ranges[cursor.item];
 }
 
 const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor);
@@ -255,9 +253,9 @@ struct rf_change {
 
 /*
  * rf_ranges_reserve() has made room. A page keeps each property that the change does not name.
- * @cursor is that of @start, for callers that have looked there.
+ * @place is that of @start, for callers that have looked there.
  */
-void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr_t start,
+void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t start,
 			 uintptr_t end, const struct rf_change *change);
 
 static inline void rf_ranges_change(struct rf_ranges *ranges, uintptr_t start, uintptr_t end,

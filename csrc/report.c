@@ -112,7 +112,7 @@ static void list_range(struct rf_engine *engine, struct list *list,
 		       const struct rf_range *range)
 {
 	struct rf_cursor cursor = rf_ranges_seek(&engine->tracker.ranges, range->start);
-	const struct rf_range *advised = rf_ranges_at(&engine->tracker.ranges, cursor);
+	const struct rf_range *advised = rf_ranges_at(cursor);
 	uintptr_t at = range->start;
 	struct rf_range_info info = {
 		.registrations = (uint32_t)rf_range_count(range),
@@ -142,7 +142,7 @@ static void list_range(struct rf_engine *engine, struct list *list,
 RF_API ssize_t rf_list(struct rf_range_info *out, size_t capacity)
 {
 	struct rf_engine *engine = &rf_engine;
-	struct rf_cursor cursor = { 0, 0 };
+	struct rf_cursor cursor;
 	struct list list = { .out = out, .capacity = capacity };
 	const struct rf_range *range;
 	struct rf_ranges touched;
@@ -155,7 +155,8 @@ RF_API ssize_t rf_list(struct rf_range_info *out, size_t capacity)
 		rf_prefork_settle(&engine->tracker);
 	}
 	rc = touched_pages(engine, &touched);
-	for (range = rf_ranges_at(&touched, cursor); rc >= 0 && range;
+	cursor = rf_ranges_seek(&touched, 0);
+	for (range = rf_ranges_at(cursor); rc >= 0 && range;
 	     range = rf_ranges_next(&touched, &cursor))
 		list_range(engine, &list, range);
 	rf_memory_free(&touched.leaves);
@@ -169,7 +170,7 @@ RF_API ssize_t rf_list(struct rf_range_info *out, size_t capacity)
 static void count_ranges(const struct rf_tracker *tracker, struct rf_stats *stats)
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
-	struct rf_cursor cursor = { 0, 0 };
+	struct rf_cursor cursor = rf_ranges_seek(ranges, 0);
 	const struct rf_range *range;
 
 	stats->ranges = ranges->count;
@@ -184,8 +185,7 @@ static void count_ranges(const struct rf_tracker *tracker, struct rf_stats *stat
 	stats->engine_bytes = (uint64_t)ranges->leaves_touched * sizeof(struct rf_leaf) +
 			      (uint64_t)ranges->leaf_count * sizeof(struct rf_leaf_entry) +
 			      tracker->reader.table.mapped;
-	for (range = rf_ranges_at(ranges, cursor); range;
-	     range = rf_ranges_next(ranges, &cursor)) {
+	for (range = rf_ranges_at(cursor); range; range = rf_ranges_next(ranges, &cursor)) {
 		const uint64_t nbytes = range->end - range->start;
 
 		if (!rf_range_is_counted(range)) {

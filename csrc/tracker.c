@@ -93,11 +93,11 @@ static inline bool next_run(const struct rf_tracker *tracker, uintptr_t end,
 	const struct rf_ranges *ranges = &tracker->ranges;
 	const uintptr_t at = run->end;
 	struct rf_cursor cursor = rf_ranges_seek(ranges, at);
-	const struct rf_range *range = rf_ranges_at(ranges, cursor);
+	const struct rf_range *range = rf_ranges_at(cursor);
 
 	while (range && range->start < end && !belongs(range))
 		if (odd && rf_ranges_skip_marked(ranges, &cursor, end, 1))
-			range = rf_ranges_at(ranges, cursor);
+			range = rf_ranges_at(cursor);
 		else
 			range = rf_ranges_next(ranges, &cursor);
 	if (!range || range->start >= end || at >= end)

@@ -60,8 +60,8 @@ static void compare_page(const struct page *page, const struct rf_range *range, 
 /* The list says of every page what the model says, in as few ranges as a leaf can have. */
 void model_compare(void)
 {
-	struct rf_cursor cursor = { 0, 0 };
-	const struct rf_range *range = rf_ranges_at(&ranges, cursor);
+	struct rf_cursor cursor = rf_ranges_seek(&ranges, 0);
+	const struct rf_range *range = rf_ranges_at(cursor);
 	size_t at, marked = 0, edges = 0, fewest = 0, count = 0;
 	uint8_t before = RF_MARK_NONE;
 

@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if rank is None and (name := launchers.launcher(command)):
         text = f"{name} launches other processes; put rdmafork exec after it, before the program."
         text += " Before the launcher it does not know the ranks"
-        _say(rank, f"{text}, and all processes write into one report")
+        _say(rank, text + (", and all processes write into one report" if args.report else ""))
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))

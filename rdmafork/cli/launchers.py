@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -53,10 +54,13 @@ _WRAPPERS = frozenset(
 
 
 def launcher(command: Sequence[str]) -> str | None:
-    """The launcher that a command starts, itself or through a wrapper; None: it starts none."""
-    names = [os.path.basename(word) for word in command]
-    names = names if names[0] in _WRAPPERS else names[:1]
-    return next((name for name in names if name in _PROGRAMS), None)
+    """The launcher that a command starts, itself or through wrappers; None: it starts none."""
+    words = iter(command)
+    name = os.path.basename(next(words, ""))
+    while name in _WRAPPERS:
+        # A wrapper's options, and what belongs to them, are no programs.
+        name = next((os.path.basename(word) for word in words if shutil.which(word)), "")
+    return name if name in _PROGRAMS else None
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Rank | None:

@@ -78,24 +78,30 @@ def test_the_program_sees_only_the_promised_environment():
 
 
 @pytest.mark.parametrize("name", ["mpirun", "mpiexec.hydra", "mpirun.openmpi", "accelerate"])
-@pytest.mark.parametrize("wrapper", [(), ("env", "X=1"), ("timeout", "-s", "KILL", "60")])
+@pytest.mark.parametrize(
+    "wrapper", [(), ("env", "X=1"), ("timeout", "-s", "KILL", "60", "nice", "-n", "1")]
+)
 def test_before_a_launcher_it_says_where_it_belongs(tmp_path, name, wrapper):
     launcher = tmp_path / name
     launcher.write_text("#!/bin/sh\necho launched\n")
     launcher.chmod(0o755)
-    done = execute("--", *wrapper, str(launcher))
-    assert (done.returncode, done.stdout) == (0, "launched\n")
-    said = " ".join(done.stderr.split())
-    assert said.startswith(
-        f"rdmafork exec: {name} launches other processes; put rdmafork exec after"
-    )
+    for options in ((), ("--report", str(tmp_path / "r.json"))):
+        done = execute(*options, "--", *wrapper, str(launcher))
+        assert (done.returncode, done.stdout) == (0, "launched\n")
+        said = " ".join(done.stderr.split())
+        assert said.startswith(
+            f"rdmafork exec: {name} launches other processes; put rdmafork exec after"
+        )
+        assert said.endswith("does not know the ranks") == (not options)
     # As a rank of another launcher it is where it belongs.
     rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
     assert not execute("--", *wrapper, str(launcher), env=rank).stderr
 
 
-def test_a_program_with_the_name_of_a_launcher_among_its_arguments_is_none():
-    assert execute("--", "echo", "mpirun").stderr == ""
+@pytest.mark.parametrize("wrapper", [(), ("env", "X=1"), ("timeout", "-s", "KILL", "60")])
+def test_a_program_with_the_name_of_a_launcher_among_its_arguments_is_none(wrapper):
+    done = execute("--", *wrapper, "echo", "mpirun", "nice", "srun")
+    assert (done.stdout, done.stderr) == ("mpirun nice srun\n", "")
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,7 @@ struct rf_library {
 	char path[256];
 	char user[256];		/* an object that needs it, if one says so by its name */
 	uint8_t how;		/* enum rf_library_how */
+	uint8_t protects;	/* refused, as its own fork support protects what it registers */
 	const char *why;	/* the reason if it is refused, a constant; else NULL */
 };
 

@@ -89,6 +89,7 @@ cdef extern from "rdmafork.h" nogil:
         char path[256]
         char user[256]
         uint8_t how
+        uint8_t protects
         const char *why
 
     int rf_intercept(rf_error *error)

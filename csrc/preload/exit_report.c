@@ -284,6 +284,7 @@ static void put_libraries(struct rf_json *json)
 		rf_json_string(json, "path", libraries[i].path);
 		rf_json_string(json, "how", rf_library_how_name(libraries[i].how));
 		rf_json_string(json, "why", libraries[i].why);
+		rf_json_number(json, "protects", libraries[i].protects);
 		rf_json_close(json, '}');
 	}
 	rf_json_close(json, ']');

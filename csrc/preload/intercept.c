@@ -274,6 +274,7 @@ static void settle(struct copy *copy, bool forking)
 	copy->settled = rc >= 0;
 	library->how = rc ? RF_LIBRARY_REFUSED : RF_LIBRARY_OURS; /* until a GOT entry says else */
 	library->why = rc ? "its own fork support already protects memory" : NULL;
+	library->protects = rc != 0;
 	if (rc)
 		return;
 	for (i = 0; i < RANGE_NAMES && copy->through_got[i]; i++)

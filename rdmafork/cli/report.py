@@ -29,8 +29,9 @@ columns:
   handlers   the longest time that rdmafork's fork handlers took in one fork()
   marked     bytes that children did not inherit, of all forks together
   unmarked   registered bytes that could not be marked, and bytes pinned
-             without libibverbs. The kernel copies them: slow, and safe only if
-             its copying can be trusted, see `rdmafork doctor`
+             without libibverbs, or by one that is not intercepted. The kernel
+             copies them: slow, and safe only if its copying can be trusted, see
+             `rdmafork doctor`. Without those registered with on_fork="keep"
 
 A process that ended by a signal or by _exit(), as dash and the workers of
 Python's multiprocessing do, wrote no report, nor did a program that called

@@ -144,25 +144,28 @@ def _part(line: dict[str, Any], name: str, part: str) -> int:
 
 
 def _pinned_elsewhere(line: dict[str, Any]) -> int:
-    """Bytes pinned without a call that arrived; 0 where a library is known to be the reason."""
-    refused = any(library["how"] == "refused" for library in line.get("libraries") or ())
-    return 0 if refused else _part(line, "pinned_elsewhere", "max")
+    """Bytes pinned without a call that arrived; 0 beside a library that protects its own."""
+    protects = any(library.get("protects") for library in line.get("libraries") or ())
+    return 0 if protects else _part(line, "pinned_elsewhere", "max")
 
 
 def _troubles(line: dict[str, Any]) -> Iterator[str]:
     """The troubles of a process, in sentences."""
     for error in line.get("errors") or ():
         yield str(error)
-    for library in line.get("libraries") or ():
-        if library["how"] == "refused":
-            yield f"{library['path']} is not intercepted: {library.get('why') or 'no reason given'}"
+    refused = [library for library in line.get("libraries") or () if library["how"] == "refused"]
+    for library in refused:
+        yield f"{library['path']} is not intercepted: {library.get('why') or 'no reason given'}"
     if _part(line, "unbalanced", "total"):
         yield "memory was released more often than it was registered"
     if nbytes := _pinned_elsewhere(line):
         kernel = line.get("kernel") or {}
         does = "copies" if kernel.get("copy_trusted") else "may lose"
-        pinned = f"at least {terminal.size(nbytes)} pinned by something"
-        yield f"{pinned} that does not call libibverbs; fork() {does} the private part of it"
+        by = "something that does not call libibverbs"
+        if refused:
+            by = f"a libibverbs that is not intercepted, or by {by}"
+        pinned = f"at least {terminal.size(nbytes)} pinned by {by}"
+        yield f"{pinned}; fork() {does} the private part of it"
     if unread := _part(line, "pinned_elsewhere", "unread"):
         looks = f"{terminal.counted(unread, 'time')}, at forks or at the exit"
         yield (

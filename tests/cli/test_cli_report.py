@@ -35,7 +35,7 @@ def line(rank=0, /, **changed):
         "unbalanced": 0,
         "pinned_elsewhere": {"max": 0, "unread": 0},
         "device_without_libibverbs": 0,
-        "libraries": [{"path": LIBRARY, "how": "ours", "why": None}],
+        "libraries": [{"path": LIBRARY, "how": "ours", "why": None, "protects": 0}],
         "errors": [],
         "fork_callers": [
             {"symbol": "os_fork", "object": "/usr/bin/python3.11", "offset": 0x1234, "count": 4}
@@ -159,10 +159,15 @@ def test_memory_pinned_elsewhere_is_a_problem(report, changed, told):
     assert status == 1 and told in " ".join(" ".join(lines).split())
 
 
-def test_memory_pinned_by_a_refused_library_is_told_of_that_library(report):
-    refused = [{"path": LIBRARY, "how": "refused", "why": "its calls are bound inside"}]
-    _, lines, _ = report([line(0, libraries=refused, pinned_elsewhere={"max": 9})])
-    assert "is not intercepted" in " ".join(lines) and "pinned by something" not in " ".join(lines)
+def test_memory_pinned_by_a_refused_library_is_told_unless_it_protects_that_itself(report):
+    for protects in (0, 1):
+        refused = {"path": LIBRARY, "how": "refused", "why": "for a reason", "protects": protects}
+        found = line(0, libraries=[refused], pinned_elsewhere={"max": 8 << 20})
+        status, lines, _ = report([found])
+        told = " ".join(" ".join(lines).split())
+        assert status == 1 and f"{LIBRARY} is not intercepted: for a reason" in told
+        pinned = "at least 8 MiB pinned by a libibverbs that is not intercepted, or by something"
+        assert (pinned in told) == ("8 MiB unmarked: copied" in told) == (not protects)
 
 
 def test_callers_of_fork_are_added_up_over_all(report):

@@ -206,7 +206,9 @@ static void a_report_tells_forks_and_registrations(void)
 	expect(text, "\"marked_bytes\": {\"total\": %zu, \"last\": %zu}, ", 5 * check_page,
 	       3 * check_page);
 	expect(text, "\"unmarked_bytes\": 0, \"unbalanced\": 1, ");
-	expect(text, "{\"path\": \"%s\", \"how\": \"rewritten\", \"why\": null}", STANDIN);
+	expect(text,
+	       "{\"path\": \"%s\", \"how\": \"rewritten\", \"why\": null, \"protects\": 0}",
+	       STANDIN);
 	expect(text, "\"device_without_libibverbs\": 0, \"errors\": [], ");
 	handler = strstr(text, "\"handler_ns\": ");
 	CHECK(handler && sscanf(handler, "\"handler_ns\": {\"total\": %lu, \"max\": %lu}, ", &total,

@@ -22,6 +22,7 @@ from conftest import (
     compile_c,
     environment,
     fork_once,
+    needs_pins,
     private_map,
     run,
     vm_flags,
@@ -324,12 +325,45 @@ def test_the_libraries_and_their_calls(report, build):
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = lines()
     first, second = line["libraries"]
-    assert first == {"path": paths[0], "how": "patched", "why": None}
+    assert first == {"path": paths[0], "how": "patched", "why": None, "protects": 0}
     assert (second["path"], second["how"]) == (paths[1], "refused")
-    assert "rdmafork does not recognize their code" in second["why"]
+    assert "rdmafork does not recognize their code" in second["why"] and not second["protects"]
     assert line["ranges"] == {"calls": 6, "live": 1}
     assert line["registrations"] == {"total": 3, "live": 1}
     assert line["unbalanced"] == 1
+
+
+PINS = """
+import ctypes, mmap, sys
+from rdmafork import _pins
+library = ctypes.CDLL(sys.argv[1])
+if sys.argv[2:]:
+    library.ibv_fork_init()
+memory = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+at = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+assert library.standin_register(at, ctypes.c_size_t(len(memory))) == 0
+pins = _pins.Pins(memory)
+ctypes.CDLL(None).exit(0)
+"""
+
+
+@x86_64
+@needs_pins
+@pytest.mark.parametrize("protects", [False, True])
+def test_memory_pinned_by_a_library_that_is_refused_is_told(report, build, capsys, protects):
+    path, lines = report
+    library = build(options=DIRECT if protects else OTHER_CODE)
+    command = [PINS, library, *(["first"] if protects else [])]
+    done = python(*command, env={"RDMAFORK_REPORT": str(path)}, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = lines()
+    (found,) = line["libraries"]
+    assert (found["how"], found["protects"]) == ("refused", protects)
+    assert line["pinned_elsewhere"]["max"] >= 8 << 20
+    assert main(["report", str(path)]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("8 MiB pinned by a libibverbs that is not intercepted" in told) == (not protects)
+    assert ("0 bytes unmarked" in told) == protects
 
 
 USES = """

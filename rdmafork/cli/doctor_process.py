@@ -48,6 +48,10 @@ class Mapping(NamedTuple):
         return not own and bool(self.flags & {"dc", "wf"})
 
     @property
+    def end(self) -> int:
+        return self.start + self.nbytes
+
+    @property
     def is_engine(self) -> bool:
         return os.path.basename(self.path).startswith("librdmafork")
 
@@ -117,11 +121,13 @@ class Process:
         if not pinned or not engine:
             return _cost(pinned, mappings)
         try:
-            return _cost(pinned, mappings, self._registered(engine))
+            registered = self._registered(engine)
+            return _cost(pinned, mappings, registered, self._has_libibverbs(mappings))
         except (OSError, NotElf) as error:
             why = error.strerror if isinstance(error, OSError) else error
             text = f"{size(pinned)} is pinned; how much of it is registered cannot be read: {why}"
-            return skipped("cost of a fork()", text, self._as_root())
+            cure = self._as_root() if isinstance(error, PermissionError) else None
+            return skipped("cost of a fork()", text, cure)
 
     def _as_root(self) -> str:
         if os.geteuid():
@@ -130,7 +136,7 @@ class Process:
 
     def _registered(self, engine: Mapping) -> int:
         """The value that rf_registered_bytes points to, in the memory of the process."""
-        with self._elf(engine.path) as elf:
+        with self._engine_elf(engine) as elf:
             symbol, nbytes = elf.address_of("rf_registered_bytes"), elf.machine.bits // 8
         if symbol is None:
             raise NotElf("its version of rdmafork does not report this")
@@ -144,6 +150,12 @@ class Process:
 
     def _elf(self, path: str) -> Elf:
         return Elf(f"{self.directory}/root{path}")
+
+    def _engine_elf(self, engine: Mapping) -> Elf:
+        try:
+            return self._elf(engine.path)
+        except FileNotFoundError:  # deleted, as by an upgrade, or mounted over: for root alone
+            return Elf(f"/proc/{self.pid}/map_files/{engine.start:x}-{engine.end:x}")
 
     def _devices(self, mappings: list[Mapping]) -> Row:
         what = "devices"
@@ -230,7 +242,12 @@ def _unprotected(pinned: int, mappings: list[Mapping]) -> tuple[int, int]:
     return min(max(pinned - marked - shared, 0), most), most
 
 
-def _cost(pinned: int, mappings: list[Mapping], registered: int | None = None) -> Row:
+def _cost(
+    pinned: int,
+    mappings: list[Mapping],
+    registered: int | None = None,
+    has_libibverbs: bool = False,
+) -> Row:
     """registered: with the engine that runs there; None: none does."""
     what = "cost of a fork()"
     least, most = _unprotected(pinned, mappings)
@@ -239,11 +256,14 @@ def _cost(pinned: int, mappings: list[Mapping], registered: int | None = None) -
         between = size(least) if size(least) == size(most) else f"{size(least)} to {size(most)}"
         pages, much = f"{between} of pinned private pages", least >= MUCH
     elif pinned <= registered:
-        text = f"copies little or nothing: the {size(pinned)} that is pinned is registered"
-        return ok(what, f"{text} with rdmafork")
+        text = f"copies little or nothing, if the {size(pinned)} that is pinned is part of the"
+        kept = 'and not registered with on_fork="keep"'
+        return ok(what, f"{text} {size(registered)} that is registered with rdmafork, {kept}")
     else:
         least, much = min(pinned - registered, most), True
-        pages = f"up to {size(least)} pinned by something that does not call libibverbs"
+        by = "something that does not call libibverbs"
+        by = f"a libibverbs that is not intercepted, or by {by}" if has_libibverbs else by
+        pages = f"up to {size(least)} pinned by {by}"
     if not least:
         text = "all pinned pages are marked or shared" if pinned else "no page is pinned"
         return ok(what, f"copies little or nothing: {text}")

@@ -541,27 +541,38 @@ def test_pinned_memory_that_is_registered_costs_a_fork_nothing(process):
         return rdmafork.register(memory), _pins.Pins(memory)
 
     found = {row.what: row for row in doctor_process.Process(process(hold)).rows()}
-    expect(found["cost of a fork()"]._asdict(), "ok", "8 MiB that is pinned is registered")
+    part = "if the 8 MiB that is pinned is part of the 8 MiB that is registered with rdmafork"
+    expect(found["cost of a fork()"]._asdict(), "ok", part)
+
+
+# It takes its library out of reach, as an upgrade does, and has a mebibyte registered of two.
+OUT_OF_REACH = """if True:
+    import os, subprocess, rdmafork
+    from rdmafork import _pins
+    memory = bytearray(2 << 20)
+    pins = _pins.Pins(memory)
+    rdmafork.fork_init()
+    region = rdmafork.register(memoryview(memory)[: 1 << 20])
+    over = os.path.dirname(rdmafork.get_library())
+    subprocess.run(["mount", "-t", "tmpfs", "none", over], check=True)
+    input(print("ready"))
+"""
 
 
 @needs_pins
-def test_another_process_s_registrations_cannot_be_read():
-    source = """if True:
-        import os, subprocess, rdmafork
-        from rdmafork import _pins
-        pins = _pins.Pins(bytearray(1 << 20))
-        over = os.path.dirname(rdmafork.get_library())
-        subprocess.run(["mount", "-t", "tmpfs", "none", over], check=True)
-        input(print("ready"))
-    """
-    command = [*in_namespace(), sys.executable, "-uc", source]
+def test_registrations_are_read_though_the_library_has_been_replaced():
+    """Root finds the file by its mapping."""
+    command = [*in_namespace(), sys.executable, "-uc", OUT_OF_REACH]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"ready\n"
         found = {row.what: row for row in doctor_process.Process(process.pid).rows()}
         process.kill()
     row = found["cost of a fork()"]._asdict()
-    cure = "sudo" if os.geteuid() else "look from the host"
-    expect(row, "skipped", "1 MiB is pinned; how much of it is registered cannot be read", cure)
+    if os.geteuid():
+        unread = "2 MiB is pinned; how much of it is registered cannot be read: Operation not"
+        expect(row, "skipped", unread, "sudo rdmafork doctor")
+    else:
+        expect(row, "warning", "copies up to 1 MiB pinned by something")
 
 
 def test_a_device_that_no_libibverbs_serves():
@@ -574,6 +585,51 @@ def test_a_device_that_no_libibverbs_serves():
         found = {row.what: row for row in doctor_process.Process(process.pid).rows()}
         process.kill()
     expect(found["devices"]._asdict(), "warning", "uverbs0 open, and no libibverbs.so", "static")
+
+
+# Pins a mebibyte with io_uring, and waits.
+PINS = """
+#include <linux/io_uring.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+int main(void)
+{
+	struct iovec memory = { .iov_len = 1 << 20 };
+	struct io_uring_params params = { 0 };
+	long fd = syscall(SYS_io_uring_setup, 4, &params);
+
+	memory.iov_base = mmap(NULL, memory.iov_len, 3, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	puts(syscall(SYS_io_uring_register, fd, IORING_REGISTER_BUFFERS, &memory, 1) ? "" : "ready");
+	fflush(stdout);
+	return getchar();
+}
+"""
+
+
+@needs_pins
+def test_another_version_s_registrations_are_unknown_also_to_root(tmp_path):
+    (tmp_path / "pins.c").write_text(PINS)
+    (tmp_path / "empty.c").touch()
+    program = compile_c(tmp_path / "pins", tmp_path / "pins.c")
+    other = compile_c(tmp_path / "librdmafork.so", "-shared", tmp_path / "empty.c")
+    with subprocess.Popen(
+        [program], env=environment({"LD_PRELOAD": other}), stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == b"ready\n"
+        found = {row.what: row for row in doctor_process.Process(process.pid).rows()}
+        process.kill()
+    row = found["cost of a fork()"]
+    expect(row._asdict(), "skipped", "1 MiB is pinned", "its version of rdmafork does not")
+    assert row.cure is None
+
+
+def test_a_library_that_is_not_intercepted_may_have_pinned_memory():
+    row = doctor_process._cost(100 << 20, [mapping(100)], 0, has_libibverbs=True)
+    assert "100 MiB pinned by a libibverbs that is not intercepted, or by something" in row.evidence
 
 
 def mapping(mib, flags="", shared=False, path="", resident=None):
@@ -616,8 +672,8 @@ def test_doctor_tells_the_cost_of_a_fork(monkeypatch, pinned, mappings, status, 
 @pytest.mark.parametrize(
     ("pinned", "registered", "mappings", "status", "words"),
     [
-        (100, 100, [mapping(100)], "ok", "is registered with rdmafork"),
-        (100, 200, [mapping(200)], "ok", "is registered with rdmafork"),
+        (100, 100, [mapping(100)], "ok", "100 MiB that is registered with rdmafork, and not"),
+        (100, 200, [mapping(200)], "ok", 'and not registered with on_fork="keep"'),
         (100, 60, [mapping(60), mapping(300)], "warning", "copies up to 40 MiB pinned by"),
         (
             100,

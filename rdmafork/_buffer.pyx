@@ -182,7 +182,7 @@ cdef class Buffer(Registration):
     torch.frombuffer(), socket.recv_into(). Registering any part of it again, with a
     device or with register(), needs no system call to protect it and no further
     mapping. Making one is a registration: before fork_init() it is not protected,
-    and raises a warning once.
+    and raises a warning once, unless it is shared: fork() does not move shared memory.
 
     Any thread may use and close it. If it is never closed, the memory is freed with
     the last view. In a forked child, unless it is shared, making views raises

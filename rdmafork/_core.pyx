@@ -289,7 +289,7 @@ cdef int protect(Registration self, unsigned int flags, rf_policy policy) except
         raise failure(rc, &error)
     self.is_protected = rc == 1
     self.open = True
-    if rc == 0:
+    if rc == 0 and not self.shared:  # fork() does not move shared memory
         warn_unprotected(self)
     elif error.cause == RF_CAUSE_SHARED_PAGE:
         warnings.warn(text_of(rc, &error), SharedPageWarning)

@@ -10,6 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
+import warnings
 from multiprocessing.reduction import DupFd
 
 import pytest
@@ -31,7 +32,7 @@ from conftest import (
 from seccomp import refuse
 
 import rdmafork
-from rdmafork import Buffer
+from rdmafork import Buffer, UnprotectedWarning
 from rdmafork._pins import Pins
 
 
@@ -208,6 +209,23 @@ def test_a_spawned_program_attaches_the_buffer():
     # Unasked, no program gets it.
     done = subprocess.run(command, close_fds=False, text=True, stderr=subprocess.PIPE)
     assert done.returncode == 1 and "Bad file descriptor" in done.stderr
+
+
+@needs_pins
+@fresh
+def test_a_worker_needs_no_fork_init_to_attach_it():
+    """Nothing can happen to shared memory at a fork, so nothing is warned of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Buffer(5000, shared=True) as buffer, Buffer.attach(buffer.fileno()) as other:
+            with Pins(other) as pins:
+                device = os.memfd_create("device")
+                assert child(put, memoryview(buffer), 0, b"worker") is None
+                assert pins.write_fixed(device, other.address, 6) == 6
+                assert os.pread(device, 6, 0) == b"worker"
+                os.close(device)
+        with pytest.raises(UnprotectedWarning):
+            Buffer(5000)
 
 
 @fresh

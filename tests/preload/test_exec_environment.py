@@ -229,6 +229,55 @@ def test_lines_are_added_and_a_child_that_exits_has_one_too(report):
     assert stat.S_IMODE(path.stat().st_mode) & 0o444
 
 
+# A child goes on when its parent has ended.
+ORPHANS = """
+#include <pthread.h>
+#include <unistd.h>
+static pid_t parent;
+static void prepare(void) { parent = getpid(); }
+static void child(void) { while (getppid() == parent) usleep(1000); }
+__attribute__((constructor)) static void begin(void) { pthread_atfork(prepare, NULL, child); }
+"""
+
+
+def test_the_process_that_forked_is_named_though_it_has_ended(report, tmp_path):
+    """As after daemon(): its handler runs before ours."""
+    path, lines = report
+    (tmp_path / "orphans.c").write_text(ORPHANS)
+    orphans = compile_c(tmp_path / "orphans.so", "-shared", "-fPIC", tmp_path / "orphans.c")
+    env = {
+        "LD_PRELOAD": f"{rdmafork.get_library()}:{orphans}",
+        "RDMAFORK_REPORT": str(path),
+    }
+    source = "import os; print(os.getpid(), flush=True); os.fork() and os._exit(0)"
+    done = python(source, env=env, text=True)
+    (line,) = lines()
+    assert line["ppid"] == int(done.stdout) != line["pid"]
+
+
+NAMESPACES = """
+import ctypes, os
+for _ in range(2):
+    if ctypes.CDLL(None).unshare(0x20000000):  # CLONE_NEWPID
+        os._exit(3)
+    if os.fork():
+        os.wait()
+        break
+"""
+
+
+def test_a_parent_with_the_same_pid_is_named(report):
+    """In a namespace of its own either is process 1."""
+    path, lines = report
+    status = python(NAMESPACES, env={"RDMAFORK_REPORT": str(path)}).returncode
+    if status == 3:
+        pytest.skip("may make no namespaces")
+    assert status == 0
+    inner, outer, first = lines()
+    assert [each["pid"] for each in (inner, outer)] == [1, 1]
+    assert (inner["ppid"], outer["ppid"]) == (1, first["pid"])
+
+
 def test_a_dash_is_stderr_and_stdout_is_the_program_s():
     done = python("print('out')", env={"RDMAFORK_REPORT": "-"}, text=True)
     assert done.stdout == "out\n"

@@ -80,9 +80,7 @@ def _why(error: Exception) -> str:
 
 def _process(line: dict[str, Any]) -> Process:
     line["rdmafork"]  # says that it is one
-    callers = tuple(
-        (_caller(found), _number(found["count"])) for found in line.get("fork_callers") or ()
-    )
+    forks = _part(line, "forks", "total")
     rank = line.get("rank")
     return Process(
         host=str(line["host"]),
@@ -94,16 +92,24 @@ def _process(line: dict[str, Any]) -> Process:
         program=os.path.basename(str(line.get("program") or "?")),
         mode=str(line.get("mode")),
         registrations=_part(line, "registrations", "total"),
-        forks=_part(line, "forks", "total"),
+        forks=forks,
         handler_ns=_part(line, "handler_ns", "total"),
         handler_max_ns=_part(line, "handler_ns", "max"),
         marked_bytes=_part(line, "marked_bytes", "total"),
         unmarked_bytes=_part(line, "unmarked_bytes", "total") + _pinned_elsewhere(line),
         unbalanced=_part(line, "unbalanced", "total"),
-        callers=callers,
+        callers=tuple(_callers(line.get("fork_callers") or (), forks)),
         troubles=tuple(_troubles(line)),
         line=line,
     )
+
+
+def _callers(found: Iterable[dict[str, Any]], forks: int) -> Iterator[tuple[str, int]]:
+    counts = [(_caller(each), _number(each["count"])) for each in found]
+    yield from counts
+    others = forks - sum(count for _, count in counts)
+    if counts and others > 0:
+        yield "other places: a process tells its first 64", others
 
 
 def _caller(found: dict[str, Any]) -> str:

@@ -542,6 +542,21 @@ def test_callers_of_fork_are_named(report, forks):
     ]
 
 
+def test_callers_of_fork_beyond_the_first_64_are_counted_together(report, tmp_path, capsys):
+    path, _ = report
+    names = [f"caller_{i}" for i in range(70)]
+    one = "__attribute__((noinline)) static void {}(void) {{ if (!fork()) _exit(0); wait(NULL); }}"
+    lines = ["#include <sys/wait.h>", "#include <unistd.h>", *map(one.format, names)]
+    lines.append("int main(void) { " + "".join(f"{name}(); " for name in names) + "return 0; }")
+    (tmp_path / "forks.c").write_text("\n".join(lines))
+    program = compile_c(tmp_path / "forks", "-O1", tmp_path / "forks.c")
+    execute([program], {"RDMAFORK_REPORT": str(path), "RDMAFORK_TRACE_FORKS": "1"}, check=True)
+    assert main(["report", str(path)]) == 0
+    told = [row.split(maxsplit=1) for row in capsys.readouterr().out.splitlines()[-65:]]
+    assert told[0] == ["6", "other places: a process tells its first 64"]
+    assert sorted(told[1:]) == sorted(["1", f"{name} in forks"] for name in names[:64])
+
+
 def test_callers_of_fork_are_not_looked_up_without_need(report, forks):
     path, lines = report
     execute([forks], env={"RDMAFORK_REPORT": str(path)})

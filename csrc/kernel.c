@@ -87,20 +87,6 @@ static bool probe_procmap_query(void)
 	return rc == 0;
 }
 
-/* process_madvise() knows MADV_DONTFORK for the caller itself on some kernels only. */
-static bool probe_process_madvise(void)
-{
-	size_t page = rf_sys_page_size();
-	struct iovec range = { .iov_len = page };
-	bool works;
-
-	if (rf_sys_map(page, &range.iov_base) < 0)
-		return false;
-	works = rf_sys_madvise_many(&range, 1, MADV_DONTFORK) == (ssize_t)page;
-	rf_sys_unmap(range.iov_base, page);
-	return works;
-}
-
 static int protect_and_back(uintptr_t start, size_t nbytes)
 {
 	int rc = rf_sys_protect(start, nbytes, PROT_READ);
@@ -198,7 +184,6 @@ static void read_abilities(struct rf_kernel *kernel)
 	kernel->page_size = (uint32_t)rf_sys_page_size();
 	kernel->max_map_count = read_max_map_count();
 	kernel->procmap_query = probe_procmap_query();
-	kernel->process_madvise = probe_process_madvise();
 	read_huge_shifts(kernel);
 }
 

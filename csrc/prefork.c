@@ -8,8 +8,6 @@
 #include <errno.h>
 #include <sys/mman.h>
 
-/* Runs that one process_madvise() marks. They lie on a signal handler's stack. */
-#define BATCH 16
 #define REFUSALS 64
 
 /* Pages that a fork asks about where the kernel tells of single pages only: a microsecond each. */
@@ -26,9 +24,7 @@ static const size_t page_steps[] = { 4096, 256, 16, 1 };
 
 #define STEPS (sizeof(page_steps) / sizeof(*page_steps))
 
-struct batch {
-	struct iovec runs[BATCH];
-	unsigned int count;
+struct marking {
 	unsigned int refused;
 	bool may_wipe;
 	bool lacking;		/* the kernel grants no more VMAs */
@@ -270,7 +266,7 @@ static bool is_for_hole(const struct rf_run *run, int rc)
 }
 
 /* A run that the kernel refuses to mark is left to its copying, unless it was marked before. */
-static void mark_run(struct rf_tracker *tracker, struct batch *batch, const struct rf_run *run)
+static void mark_run(struct rf_tracker *tracker, struct marking *marking, const struct rf_run *run)
 {
 	int rc = rf_marks_set(tracker, run, run->best);
 
@@ -280,43 +276,8 @@ static void mark_run(struct rf_tracker *tracker, struct batch *batch, const stru
 		rc = mark_divided_page(tracker, run);
 	if (rc >= 0)
 		return;
-	batch->lacking = (rc == -EAGAIN || rc == -ENOMEM) && !is_for_hole(run, rc);
-	batch->full = batch->lacking || ++batch->refused == REFUSALS;
-}
-
-static void note_marked(struct rf_tracker *tracker, const struct iovec *run)
-{
-	const struct rf_change made = rf_marks_made(RF_MARK_DONTFORK);
-	const uintptr_t start = (uintptr_t)run->iov_base;
-
-	rf_ranges_change(&tracker->ranges, start, start + run->iov_len, &made);
-}
-
-static void flush(struct rf_tracker *tracker, struct batch *batch)
-{
-	unsigned int done = 0;
-	ssize_t advised = 0;
-
-	if (batch->count > 1 && tracker->kernel->process_madvise) {
-		tracker->madvise_calls++;
-		advised = rf_sys_madvise_many(batch->runs, batch->count, MADV_DONTFORK);
-	}
-	while (done < batch->count && advised >= (ssize_t)batch->runs[done].iov_len) {
-		advised -= (ssize_t)batch->runs[done].iov_len;
-		note_marked(tracker, &batch->runs[done++]);
-	}
-	for (; done < batch->count && !batch->full; done++) {
-		const uintptr_t start = (uintptr_t)batch->runs[done].iov_base;
-		const struct rf_run run = {
-			.start = start,
-			.end = start + batch->runs[done].iov_len,
-			.best = RF_MARK_DONTFORK,
-			.unmarked = true,
-		};
-
-		mark_run(tracker, batch, &run);
-	}
-	batch->count = 0;
+	marking->lacking = (rc == -EAGAIN || rc == -ENOMEM) && !is_for_hole(run, rc);
+	marking->full = marking->lacking || ++marking->refused == REFUSALS;
 }
 
 /*
@@ -325,46 +286,36 @@ static void flush(struct rf_tracker *tracker, struct batch *batch)
  */
 static void mark_doubted(struct rf_tracker *tracker)
 {
-	struct batch batch = { .count = 0 };
+	struct marking marking = { .refused = 0 };
 	struct rf_run run = { .end = 0 };
 
-	while (!batch.full && rf_tracker_next_run(tracker, UINTPTR_MAX, is_due_and_marked, &run))
-		mark_run(tracker, &batch, &run);
+	while (!marking.full && rf_tracker_next_run(tracker, UINTPTR_MAX, is_due_and_marked, &run))
+		mark_run(tracker, &marking, &run);
 }
 
 /* Mark due runs of at least @nbytes while there is room for them. */
-static void mark_due(struct rf_tracker *tracker, struct batch *batch, size_t nbytes)
+static void mark_due(struct rf_tracker *tracker, struct marking *marking, size_t nbytes)
 {
-	uint64_t taken = tracker->ranges.mark_edges;
 	struct rf_run run = { .end = 0 };
 
-	while (!batch->full && taken + 2 <= tracker->vma_budget &&
+	while (!marking->full && has_budget(tracker) &&
 	       rf_tracker_next_run(tracker, UINTPTR_MAX, is_due_and_unmarked, &run)) {
 		if (run.end - run.start < nbytes)
 			continue;
-		taken += 2;
-		if (run.best == RF_MARK_WIPEONFORK && batch->may_wipe) {
-			mark_run(tracker, batch, &run);
-			continue;
-		}
-		batch->runs[batch->count].iov_base = (void *)run.start;
-		batch->runs[batch->count].iov_len = run.end - run.start;
-		if (++batch->count < BATCH)
-			continue;
-		flush(tracker, batch);
-		taken = tracker->ranges.mark_edges;
+		if (!marking->may_wipe)
+			run.best = RF_MARK_DONTFORK;
+		mark_run(tracker, marking, &run);
 	}
-	flush(tracker, batch);
 }
 
 static void mark_all_due(struct rf_tracker *tracker, bool may_wipe)
 {
-	struct batch batch = { .may_wipe = may_wipe };
+	struct marking marking = { .may_wipe = may_wipe };
 	size_t step;
 
 	for (step = 0; step < STEPS; step++)
-		mark_due(tracker, &batch, page_steps[step] * tracker->kernel->page_size);
-	if (rf_unlikely(batch.lacking))
+		mark_due(tracker, &marking, page_steps[step] * tracker->kernel->page_size);
+	if (rf_unlikely(marking.lacking))
 		rf_marks_give_back(tracker);
 }
 

@@ -309,7 +309,7 @@ struct rf_stats {
 	uint64_t unmarked_ranges;	/* could be marked, but copied by the kernel */
 	uint64_t unmarked_bytes;
 	uint64_t still_marked_bytes;	/* released, still marked: children lack them */
-	uint64_t madvise_calls;		/* since fork_init, process_madvise() included */
+	uint64_t madvise_calls;		/* since fork_init */
 	uint64_t query_calls;		/* questions asked of /proc */
 	uint64_t forks;			/* forks through libc seen by the handlers */
 	uint64_t forks_unmarked;	/* while the engine was busy: nothing new was marked */
@@ -343,7 +343,6 @@ struct rf_kernel {
 	uint8_t copy_how;		/* enum rf_how */
 	uint8_t copy_trusted;		/* and no race loses them: 5.19 and later, some before */
 	uint8_t procmap_query;
-	uint8_t process_madvise;	/* works for MADV_DONTFORK on this process */
 	uint8_t huge_shifts[8];		/* log2 of the huge page sizes, 0 ends */
 	uint8_t trust_how;		/* enum rf_how: of copy_trusted */
 	uint32_t page_size;

@@ -56,15 +56,6 @@ int rf_sys_madvise(uintptr_t start, size_t nbytes, int advice)
 	return KERNEL(madvise((void *)start, nbytes, advice));
 }
 
-/* linux/pidfd.h, Linux 6.14; older kernels take it for a bad descriptor. */
-#define PIDFD_SELF (-10000)
-
-ssize_t rf_sys_madvise_many(const struct iovec *ranges, unsigned int count, int advice)
-{
-	RETURN_IF_INJECTED();
-	return KERNEL(syscall(SYS_process_madvise, PIDFD_SELF, ranges, count, advice, 0));
-}
-
 /* @rc is the result of mmap(): an address, or a negated errno. */
 static int mapped_at(intptr_t rc, void **out)
 {

@@ -39,12 +39,6 @@ struct rf_vma {
 
 int rf_sys_madvise(uintptr_t start, size_t nbytes, int advice);
 
-/*
- * madvise() on many ranges of this process in one call. Returns the number of
- * bytes advised, which stops at the first range that fails.
- */
-ssize_t rf_sys_madvise_many(const struct iovec *ranges, unsigned int count, int advice);
-
 /* Anonymous private memory, zeroed. Never from malloc(): see memory.h. */
 int rf_sys_map(size_t nbytes, void **out);
 int rf_sys_remap(void *old, size_t old_nbytes, size_t nbytes, void **out);

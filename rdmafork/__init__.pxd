@@ -158,7 +158,6 @@ cdef extern from "rdmafork.h" nogil:
         uint8_t copy_how
         uint8_t copy_trusted
         uint8_t procmap_query
-        uint8_t process_madvise
         uint8_t huge_shifts[8]
         uint8_t trust_how
         uint32_t page_size

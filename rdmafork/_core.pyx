@@ -618,7 +618,6 @@ def kernel_info():
         page_size=kernel.page_size,
         huge_page_sizes=tuple([1 << shift for shift in kernel.huge_shifts[:8] if shift]),
         procmap_query=bool(kernel.procmap_query),
-        process_madvise=bool(kernel.process_madvise),
         max_map_count=kernel.max_map_count,
         memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK),
     )

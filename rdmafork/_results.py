@@ -93,7 +93,7 @@ class Stats(NamedTuple):
     unmarked_ranges: ranges that could be marked, but are copied by the kernel
     unmarked_bytes: bytes in those ranges
     still_marked_bytes: released, but the kernel has not unmarked them: children do not inherit them
-    madvise_calls: madvise() and process_madvise() calls that rdmafork made, since fork_init()
+    madvise_calls: madvise() calls that rdmafork made, since fork_init()
     query_calls: questions that rdmafork asked /proc
     forks: forks through libc, since fork_init()
     forks_unmarked: forks during a call of rdmafork, not counted above: nothing new was marked
@@ -141,7 +141,6 @@ class KernelInfo(NamedTuple):
     page_size: bytes of a base page
     huge_page_sizes: bytes, of each kind of huge page in the pool, ascending
     procmap_query: the kernel answers what is mapped at an address (6.11)
-    process_madvise: one system call marks many ranges
     max_map_count: vm.max_map_count
     memlock: RLIMIT_MEMLOCK, soft and hard, in bytes; -1: unlimited
     """
@@ -154,7 +153,6 @@ class KernelInfo(NamedTuple):
     page_size: int
     huge_page_sizes: tuple[int, ...]
     procmap_query: bool
-    process_madvise: bool
     max_map_count: int
     memlock: tuple[int, int]
 

@@ -14,13 +14,13 @@ import rdmafork
 # numbers of system calls
 CALLS = {
     "x86_64": {
-        "madvise": 28, "process_madvise": 440, "ioctl": 16, "process_vm_readv": 310, "mmap": 9,
+        "madvise": 28, "ioctl": 16, "process_vm_readv": 310, "mmap": 9,
         "mprotect": 10, "mremap": 25, "io_uring_setup": 425, "dup3": 292, "openat": 257,
         "socket": 41, "uname": 63, "readlink": 89, "clone": 56,
         "memfd_create": 319, "ftruncate": 77, "fcntl": 72,
     },
     "aarch64": {
-        "madvise": 233, "process_madvise": 440, "ioctl": 29, "process_vm_readv": 270, "mmap": 222,
+        "madvise": 233, "ioctl": 29, "process_vm_readv": 270, "mmap": 222,
         "mprotect": 226, "mremap": 216, "io_uring_setup": 425, "dup3": 24, "openat": 56,
         "socket": 198, "uname": 160, "readlink": 78, "clone": 220,
         "memfd_create": 279, "ftruncate": 46, "fcntl": 25,

@@ -663,7 +663,6 @@ static void start(void)
 	lazy = trusted && wish & 1;
 	tight = wish & 32;
 	kernel->procmap_query &= !(wish & 4);
-	kernel->process_madvise &= !(wish & 8);
 	if (tight)
 		kernel->max_map_count = (trusted ? 2 : 3) * (2 + wish % 5);
 	setenv("RDMAFORK_TRUST_COPYING", trusted ? "1" : "0", 1);

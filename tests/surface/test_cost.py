@@ -34,7 +34,7 @@ import rdmafork
 
 
 def engine_calls(section):
-    return [call for call in section if re.match(r"madvise|process_madvise|ioctl|open", call)]
+    return [call for call in section if re.match(r"madvise|ioctl|open", call)]
 
 
 @needs_lazy
@@ -209,27 +209,6 @@ def test_adjacent_registrations_are_one_call_at_fork():
     marks = [call for call in sections["fork"] if "MADV_DONTFORK" in call]
     assert len(marks) == 1, marks
     assert f"{256 * PAGE}" in marks[0]
-
-
-@needs_lazy
-def test_separate_registrations_are_few_calls_at_fork():
-    """Up to 16 ranges a call, where the kernel has process_madvise() for that."""
-    if not rdmafork.kernel_info().process_madvise:
-        pytest.skip("no process_madvise() on this kernel")
-    sections = traced(
-        """
-        rdmafork.fork_init("lazy")
-        memory, address = private(256)
-        held = [register(memoryview(memory)[i * PAGE : (i + 1) * PAGE]) for i in range(0, 256, 2)]
-        mark("/mark/fork")
-        pid = os.fork()
-        if not pid:
-            os._exit(0)
-        os.waitpid(pid, 0)
-        """
-    )
-    calls = [call for call in sections["fork"] if "FORK" in call and "madvise" in call]
-    assert len(calls) == 8, calls
 
 
 @both_modes

@@ -54,7 +54,6 @@ SANDBOXES = {
     "dofork": ("madvise", {"argument": 2, "value": DOFORK}),
     "wipeonfork": ("madvise", {"argument": 2, "value": WIPEONFORK}),
     "keeponfork": ("madvise", {"argument": 2, "value": KEEPONFORK}),
-    "process_madvise": ("process_madvise", {}),
     "procmap_query": ("ioctl", {"argument": 1, "value": PROCMAP_QUERY}),
     "process_vm_readv": ("process_vm_readv", {}),
     "mremap": ("mremap", {}),

@@ -30,7 +30,6 @@ def test_the_fields_have_their_types():
         "page_size": int,
         "huge_page_sizes": tuple,
         "procmap_query": bool,
-        "process_madvise": bool,
         "max_map_count": int,
         "memlock": tuple,
     }
@@ -122,8 +121,6 @@ def test_abilities_follow_the_version():
         assert INFO.procmap_query
     if VERSION < (6, 11):
         assert not INFO.procmap_query
-    if VERSION < (5, 10):
-        assert not INFO.process_madvise
 
 
 @fresh

@@ -126,7 +126,7 @@ class Bench:
     def marked(self) -> float:
         """The share of the runs that the engine has marked."""
         ranges = rdmafork.protected_ranges()
-        starts = {found.start for found in ranges if found.protected_by == "advice"}
+        starts = {found.start for found in ranges if found.protected_by == "mark"}
         return rounded(sum(at in starts for at, _ in self._runs()) / RUNS)
 
 

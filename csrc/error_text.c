@@ -82,7 +82,7 @@ static void put_range(struct line *line, int rc, const struct rf_error *error)
 			  "RF_NOWAIT (0x%x)",
 		    error->text, RF_HELD, RF_NOWAIT);
 		break;
-	case RF_CAUSE_HOLE:
+	case RF_CAUSE_NOT_MAPPED:
 		put(line, "nothing is mapped at 0x%zx-0x%zx; register memory before it is freed, "
 			  "and only as much as there is",
 		    (size_t)error->start,

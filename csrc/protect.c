@@ -191,7 +191,7 @@ static int explain(struct rf_tracker *tracker, uintptr_t start, uintptr_t end, i
 	rf_vma_close(&tracker->reader);
 	if (found)
 		return rc;
-	error->cause = RF_CAUSE_HOLE;
+	error->cause = RF_CAUSE_NOT_MAPPED;
 	error->start = at;
 	error->end = stop;
 	return rc;

@@ -77,7 +77,7 @@ enum rf_policy {
 #define RF_MAPPED	4u
 /* With rf_release(), before rf_fork_init(): later that works as if nothing had been registered. */
 #define RF_UNDO		8u
-/* With rf_register(): the call that a dying child names (rf_explain_faults()), if not that. */
+/* With rf_register(): the call that rf_explain_faults() names, instead of rf_register(). */
 #define RF_FROM_REGISTER	0x10u	/* Python's rdmafork.register() */
 #define RF_FROM_ADDRESS		0x20u	/* rdmafork.register_address() */
 #define RF_FROM_BUFFER		0x30u	/* rdmafork.Buffer() */
@@ -90,7 +90,7 @@ enum rf_cause {
 	RF_CAUSE_NONE = 0,
 	RF_CAUSE_WRAP,		/* EOVERFLOW: address + nbytes is beyond the address space */
 	RF_CAUSE_POLICY,	/* EINVAL: unknown; ENOTSUP: RF_KEEP, copying is not trusted */
-	RF_CAUSE_HOLE,		/* ENOMEM: [start, end) of the range is not mapped */
+	RF_CAUSE_NOT_MAPPED,	/* ENOMEM: [start, end) of the range is not mapped */
 	RF_CAUSE_VMA_LIMIT,	/* ENOMEM: over a third of vm.max_map_count, or no memory */
 	RF_CAUSE_ENGINE_MEMORY,	/* ENOMEM: the engine's own tables cannot grow */
 	RF_CAUSE_REFUSED,	/* the kernel's madvise() refused [start, end): sealed, special */
@@ -98,7 +98,7 @@ enum rf_cause {
 	RF_CAUSE_SIGNAL,	/* EDEADLK: called by a signal handler inside the engine */
 	RF_CAUSE_LATE,		/* EINVAL: a registration was made before rf_fork_init() */
 	RF_CAUSE_MODE,		/* EINVAL: the engine runs with another mode already */
-	RF_CAUSE_ENVIRONMENT,	/* EINVAL: a variable holds a value that means nothing */
+	RF_CAUSE_ENVIRONMENT,	/* EINVAL: a variable's value is not valid */
 	RF_CAUSE_UNTRUSTED,	/* ENOTSUP: lazy, where the kernel's copying is not trusted */
 	RF_CAUSE_OTHER_ENGINE,	/* EEXIST: another copy of librdmafork runs in this process */
 	/* No error: registered, but a child may lack other memory on the page [start, end). */
@@ -154,7 +154,7 @@ RF_API int rf_abi(void);
  * RF_MODE_AUTO, does nothing. @mode: RF_MODE_AUTO, RF_MODE_LAZY or RF_MODE_EAGER. A
  * forked child inherits the mode and may choose another before it registers.
  * In the environment RDMAFORK_TRUST_COPYING=0: the kernel's copying is not trusted;
- * RDMAFORK_EXPLAIN_FAULTS=0: no child is told why it dies (rf_explain_faults()).
+ * RDMAFORK_EXPLAIN_FAULTS=0: no child says why it dies (rf_explain_faults()).
  * -EINVAL (UNKNOWN_MODE, LATE, MODE, ENVIRONMENT), -ENOTSUP, -ENOMEM, -EEXIST.
  */
 RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error);
@@ -189,24 +189,26 @@ RF_API int rf_release(struct rf_handle handle, unsigned int flags);
 /*
  * Where the loader finds this library before libibverbs (LD_PRELOAD), it takes the
  * place of its fork support: ibv_fork_init(), ibv_is_fork_initialized(),
- * ibv_dontfork_range() and ibv_dofork_range(). With @yes, calls of the last two by this
- * thread do nothing, until it is called without: for a caller that registers with
- * libibverbs the memory it has registered here itself.
+ * ibv_dontfork_range() and ibv_dofork_range(). After rf_ranges_own(1) calls of the last two
+ * by this thread do nothing, until rf_ranges_own(0). It is for a caller that registers memory
+ * with libibverbs which it has registered here itself.
  */
 RF_API void rf_ranges_own(int yes);
 
 /*
- * A forked child that touches memory it did not inherit dies. One line on stderr says why
- * before: address, registration, what to do. The child's fork handler puts a SIGSEGV action in
- * front of the one there is. A program that installs its own later, or survives a SIGSEGV that
- * is sent, calls this after that. Nothing explains SIGBUS, or EFAULT of a system call.
- * 1: ours is in front. 0: this process inherited everything, SIGSEGV is ignored, or
+ * A forked child that touches memory it did not inherit dies. Before that, one line on stderr
+ * says why: the address, the registration, what to do. The child's fork handler puts a SIGSEGV
+ * action in front of the one there is. A program that installs its own later, or survives a
+ * SIGSEGV that is sent, calls this after that. SIGBUS, and EFAULT of a system call, are not
+ * explained.
+ * 1: rdmafork's action is in front. 0: this process inherited everything, SIGSEGV is ignored, or
  * RDMAFORK_EXPLAIN_FAULTS=0 was in the environment at rf_fork_init(). -EDEADLK.
  */
 RF_API int rf_explain_faults(void);
 
 /*
- * Remember where @handle was registered, as "file:line", for that line: at most 119 bytes.
+ * Remember where @handle was registered, for the line of rf_explain_faults(): "file:line", of
+ * which at most 119 bytes are kept.
  * -ESTALE, -ECHILD, -ENOMEM, -EDEADLK.
  */
 RF_API int rf_registered_at(struct rf_handle handle, const char *where);
@@ -237,12 +239,12 @@ struct rf_library {
 RF_API int rf_intercept(struct rf_error *error);
 
 /*
- * The libibverbs in this process since rf_intercept(): at most @capacity go to @out,
- * the number there are is returned. -EDEADLK.
+ * The libibverbs in this process since rf_intercept(). Writes at most @capacity of them to
+ * @out, and returns how many there are. -EDEADLK.
  */
 RF_API ssize_t rf_libraries(struct rf_library *out, size_t capacity);
 
-/* In words: how its calls arrive ("ours"). */
+/* The word for how its calls arrive: "ours" and so on. */
 RF_API const char *rf_library_how_name(uint8_t how);
 
 /* 1 live and protected, 0 live and not protected, -ESTALE, -ECHILD. */
@@ -276,7 +278,7 @@ RF_API uint64_t rf_forks(void);
 
 enum rf_protection {
 	RF_BY_NOTHING = 0,	/* registered before rf_fork_init() */
-	RF_BY_ADVICE = 1,	/* marked: "dc" in VmFlags of /proc/self/smaps */
+	RF_BY_MARK = 1,	/* marked: "dc" in VmFlags of /proc/self/smaps */
 	RF_BY_KERNEL = 2,	/* copied by the kernel at fork: slow, safe */
 	RF_BY_HANDLER = 3,	/* pending: the next fork() decides */
 	RF_BY_SHARING = 4,	/* shared memory, which fork() never moves */
@@ -291,16 +293,16 @@ struct rf_range_info {
 };
 
 /*
- * Lists the registered pages in order of address: at most @capacity entries go
- * to @out, the number there are is returned. Looks mappings up where they
- * are not known yet. -ENOMEM, -EDEADLK.
+ * Lists the registered pages in order of address. Writes at most @capacity entries to @out,
+ * and returns how many there are. Looks up mappings that are not known yet.
+ * -ENOMEM, -EDEADLK.
  */
 RF_API ssize_t rf_list(struct rf_range_info *out, size_t capacity);
 
 struct rf_stats {
 	uint64_t registrations;		/* live */
 	uint64_t pending;		/* of these, waiting for a fork */
-	uint64_t ranges;		/* distinct page ranges counted */
+	uint64_t ranges;		/* separate ranges of registered pages */
 	uint64_t marked_ranges;		/* of these, marked in the kernel */
 	uint64_t marked_bytes;
 	uint64_t vmas;			/* upper bound of VMAs the marks add */
@@ -308,9 +310,9 @@ struct rf_stats {
 	uint64_t vma_budget;
 	uint64_t unmarked_ranges;	/* could be marked, but copied by the kernel */
 	uint64_t unmarked_bytes;
-	uint64_t still_marked_bytes;	/* released, still marked: children lack them */
+	uint64_t still_marked_bytes;	/* released, still marked: not inherited */
 	uint64_t madvise_calls;		/* since fork_init */
-	uint64_t query_calls;		/* questions asked of /proc */
+	uint64_t query_calls;		/* how often /proc was asked what is mapped */
 	uint64_t forks;			/* forks through libc seen by the handlers */
 	uint64_t forks_unmarked;	/* while the engine was busy: nothing new was marked */
 	uint64_t engine_bytes;		/* memory the engine's tables take */
@@ -324,9 +326,9 @@ struct rf_stats {
 RF_API int rf_stats(struct rf_stats *stats);
 
 /*
- * Points to the bytes that the live registrations touch, in whole pages and each counted by
- * itself: VmPin is no more, unless something pins unregistered memory. For programs
- * that read another process's memory, as "rdmafork doctor --pid" does.
+ * Points to the number of bytes that the live registrations touch. It counts whole pages, once
+ * for each registration, so VmPin is larger only if something pins unregistered memory. It is
+ * for programs that read another process's memory, as "rdmafork doctor --pid" does.
  */
 RF_API extern const uint64_t *const rf_registered_bytes;
 

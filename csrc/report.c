@@ -73,7 +73,7 @@ static enum rf_protection protection_of(struct rf_engine *engine, const struct r
 	if (advised && is_marked(advised)) {
 		if (rf_range_finds(advised) == RF_FINDS_ZEROS)
 			info->policy = RF_WIPE;
-		return RF_BY_ADVICE;
+		return RF_BY_MARK;
 	}
 	if (advised && advised->nature == RF_NATURE_SHARED)
 		return RF_BY_SHARING;

@@ -38,7 +38,7 @@ cdef extern from "rdmafork.h" nogil:
         RF_CAUSE_NONE
         RF_CAUSE_WRAP
         RF_CAUSE_POLICY
-        RF_CAUSE_HOLE
+        RF_CAUSE_NOT_MAPPED
         RF_CAUSE_VMA_LIMIT
         RF_CAUSE_ENGINE_MEMORY
         RF_CAUSE_REFUSED
@@ -108,7 +108,7 @@ cdef extern from "rdmafork.h" nogil:
 
     enum rf_protection:
         RF_BY_NOTHING
-        RF_BY_ADVICE
+        RF_BY_MARK
         RF_BY_KERNEL
         RF_BY_HANDLER
         RF_BY_SHARING

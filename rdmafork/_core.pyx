@@ -63,7 +63,7 @@ cdef extern from *:
 cdef dict MODES = {"auto": RF_MODE_AUTO, "lazy": RF_MODE_LAZY, "eager": RF_MODE_EAGER}
 cdef dict MODE_NAMES = {RF_MODE_LAZY: "lazy", RF_MODE_EAGER: "eager"}
 cdef tuple POLICY_NAMES = ("omit", "wipe", "keep")
-cdef tuple PROTECTION_NAMES = (None, "advice", "kernel", "pending", "shared")
+cdef tuple PROTECTION_NAMES = (None, "mark", "kernel", "pending", "shared")
 cdef tuple HOW_NAMES = ("version", "netlink", "probe", "environment")
 cdef tuple FATES = ("is not inherited", "was wiped", "is a copy")
 cdef str OMIT = "omit"
@@ -487,14 +487,14 @@ def explain_faults(worker_id=None):
     """In a forked child, have a segmentation fault explained again.
 
     A child that touches memory which its parent registered dies by SIGSEGV, and one line
-    on stderr says why. Each child of fork() does that by itself, until a program installs
-    its own SIGSEGV handler there, as torch's DataLoader does in every worker: call this
-    after it. The other handler runs after the line. A second call, and one in a process
-    that has all its memory, does nothing.
+    on stderr says why. Every forked child does so without this call, until the program
+    installs its own SIGSEGV handler there, as torch's DataLoader does in every worker. Call
+    this after that. The program's handler runs after the line is written. A second call
+    does nothing, and neither does a call in a process that inherited everything.
 
     worker_id: ignored; a DataLoader calls its worker_init_fn with one.
 
-    OSError: EDEADLK called by a signal handler inside rdmafork.
+    OSError: EDEADLK, called by a signal handler inside rdmafork.
     """
     cdef int rc
     with nogil:

@@ -36,11 +36,11 @@ class ForkStatus(IntEnum):
 class ProtectedRange(NamedTuple):
     """Pages that registrations touch, half open; see protected_ranges().
 
-    start: address of the first byte
-    end: address behind the last byte
-    registrations: how many touch these pages
+    start: the address of the first byte
+    end: the address after the last byte
+    registrations: how many registrations touch these pages
     on_fork: "omit", "wipe" or "keep": the first of these that a registration wants
-    protected_by: "advice": marked (``dc`` or ``wf`` in VmFlags of /proc/self/smaps), so a child
+    protected_by: "mark": marked (``dc`` or ``wf`` in VmFlags of /proc/self/smaps), so a child
         finds nothing there, zeros, or a copy where no single registration fills the page.
         "kernel": the kernel copies them at fork. "pending": the next fork() decides. "shared":
         shared memory, which fork() never moves. None: nothing, it was registered before
@@ -84,25 +84,27 @@ class Stats(NamedTuple):
     mode: "lazy", "eager", or None before fork_init()
     registrations: registrations that are open now
     pending: how many of them wait for the next fork()
-    ranges: distinct page ranges counted
-    marked_ranges: runs of pages that are marked in the kernel
+    ranges: separate ranges of registered pages
+    marked_ranges: separate ranges of pages that are marked
     marked_bytes: bytes in those ranges
     vmas: mappings that the marks add, at most
     vma_budget: how many mappings marks may add: half of vm.max_map_count, a third where the
         kernel's copying is not trusted
     unmarked_ranges: ranges that could be marked, but are copied by the kernel
     unmarked_bytes: bytes in those ranges
-    still_marked_bytes: released, but the kernel has not unmarked them: children do not inherit them
+    still_marked_bytes: bytes that are released, but that the kernel has not unmarked: children do
+        not inherit them
     madvise_calls: madvise() calls that rdmafork made, since fork_init()
-    query_calls: questions that rdmafork asked /proc
+    query_calls: how often rdmafork asked /proc what is mapped
     forks: forks through libc, since fork_init()
     forks_unmarked: forks during a call of rdmafork, not counted above: nothing new was marked
     engine_bytes: memory the engine's own tables take
     ibv_ranges: live registrations that other code made through ibv_dontfork_range()
     ibv_calls: calls of ibv_dontfork_range() and ibv_dofork_range() that came here
     ibv_unbalanced: of these, releases of ranges that were not registered
-    gone_bytes: marked, and unmapped or moved by mremap() before their release. mremap() keeps
-        the mark, also in realloc() of a large block: children do not inherit it at its new place
+    gone_bytes: marked bytes that were unmapped, or moved by mremap(), before their release. Moved
+        memory keeps its mark, also if realloc() of a large block moved it: children do not
+        inherit it at its new place
     ibv_libraries: each libibverbs in this process, since fork_init(intercept=True)
     """
 
@@ -132,14 +134,14 @@ class Stats(NamedTuple):
 class KernelInfo(NamedTuple):
     """What this kernel does at fork(); see kernel_info().
 
-    release: as uname -r prints it
-    copy_on_fork: pinned pages are copied for the child
+    release: the kernel's version, as uname -r prints it
+    copy_on_fork: fork() copies pinned pages for the child
     copy_on_fork_from: how that is known: "netlink" or "version"
-    copy_on_fork_trusted: it never loses a pinned page (5.19 and later, some older kernels)
+    copy_on_fork_trusted: that copying never loses a pinned page (5.19 and later, some older kernels)
     copy_on_fork_trusted_from: how that is known: "version", "netlink", "probe" (from what the
         kernel does with a page) or "environment" (RDMAFORK_TRUST_COPYING=0)
-    page_size: bytes of a base page
-    huge_page_sizes: bytes, of each kind of huge page in the pool, ascending
+    page_size: the size of a base page, in bytes
+    huge_page_sizes: the sizes that huge pages of the pool can have, in bytes, ascending
     procmap_query: the kernel answers what is mapped at an address (6.11)
     max_map_count: vm.max_map_count
     memlock: RLIMIT_MEMLOCK, soft and hard, in bytes; -1: unlimited

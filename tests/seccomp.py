@@ -82,7 +82,7 @@ def check_claims(before=()):
     shared = [m for m in smaps() if m.permissions[3] == "s"]
     for item in ranges:
         for page in range(item.start, item.end, PAGE):
-            if item.protected_by == "advice":
+            if item.protected_by == "mark":
                 # Zeros are the kernel's, or mapped in the child: check_fork() reads them.
                 assert {"omit": {"dc"}, "wipe": {"dc", "wf"}}[item.on_fork] & marked[page], item
                 listed.add(page)

@@ -12,7 +12,7 @@ MODES = ("lazy", "eager")
 FORK_LIMIT = 1.5  # the check: fork() relative to the same without those pages
 
 
-_PROTECTION = {"advice": "marked", "kernel": "copied by the kernel"}
+_PROTECTION = {"mark": "marked", "kernel": "copied by the kernel"}
 
 
 class Check(NamedTuple):
@@ -66,7 +66,7 @@ def checks(report: Report) -> list[Check]:
             "all pages are marked",
             {
                 mode: (
-                    seen["protected_by"] == ["advice"],
+                    seen["protected_by"] == ["mark"],
                     " and ".join(_PROTECTION.get(by, by) for by in seen["protected_by"]),
                 )
                 for mode, seen in modes.items()

@@ -245,7 +245,7 @@ def broken(report, path, value):
         ("memory", "fork/eager/child_nbytes", 32 << 20),
         ("to_parent", "fork/eager/exchange/device_to_parent", 63),
         ("to_device", "fork/eager/exchange/parent_to_device", 63),
-        ("marked", "fork/eager/protected_by", ["advice", "kernel"]),
+        ("marked", "fork/eager/protected_by", ["mark", "kernel"]),
         ("partial_pages", "fork/eager/partial_pages", "SIGSEGV"),
         ("calls", "register_close/lazy/system_calls", 1),
         ("fork", "fork/eager", {"error": "the process died"}),

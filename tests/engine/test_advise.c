@@ -102,7 +102,7 @@ static void a_hole_is_named_and_nothing_stays_marked(void)
 	check_unmap(hole, 2);
 	vmas = check_vmas();
 	rc = try_register(memory, 12 * check_page, 0, &handle);
-	CHECK(rc == -ENOMEM && error.cause == RF_CAUSE_HOLE, "%d, cause %d", rc, error.cause);
+	CHECK(rc == -ENOMEM && error.cause == RF_CAUSE_NOT_MAPPED, "%d, cause %d", rc, error.cause);
 	CHECK(error.start == (uintptr_t)hole && error.end == (uintptr_t)hole + 2 * check_page);
 	CHECK(check_marked(memory, 12) == 1);
 	CHECK(check_vmas() == vmas);
@@ -110,7 +110,7 @@ static void a_hole_is_named_and_nothing_stays_marked(void)
 	check_sound();
 	/* The whole of it unmapped, and the end beyond all mappings. */
 	rc = try_register(hole, check_page, 0, &handle);
-	CHECK(rc == -ENOMEM && error.cause == RF_CAUSE_HOLE);
+	CHECK(rc == -ENOMEM && error.cause == RF_CAUSE_NOT_MAPPED);
 	CHECK(error.start == (uintptr_t)hole && error.end == (uintptr_t)hole + check_page);
 	/* The failure did not harm its neighbours. */
 	check_release(before);
@@ -149,7 +149,7 @@ static void ranges_that_wrap_are_refused(void)
 			check_start(RF_MODE_EAGER);
 	}
 	CHECK(try_register((void *)((uintptr_t)1 << 62), check_page, 0, &handle) == -ENOMEM);
-	CHECK(error.cause == RF_CAUSE_HOLE);
+	CHECK(error.cause == RF_CAUSE_NOT_MAPPED);
 	check_empty();
 }
 

@@ -149,7 +149,7 @@ static void at_the_budget_too_memory_mapped_anew_is_protected(void)
 	CHECK(check_marked(memory, 1) == 0);
 	count = rf_list(info, PIECES);
 	CHECK(count >= 2 && info[0].start == (uintptr_t)memory);
-	CHECK(info[0].protection == RF_BY_KERNEL && info[1].protection == RF_BY_ADVICE);
+	CHECK(info[0].protection == RF_BY_KERNEL && info[1].protection == RF_BY_MARK);
 	check_release(first);
 	check_release(wider);
 	check_release(other);
@@ -642,7 +642,7 @@ static void a_mark_that_cannot_be_made_again_is_not_claimed(void)
 		check_give_back_vmas();
 		check_fork();
 		CHECK(check_marked(memory, 8) == 3);
-		CHECK(rf_list(info, COUNT_OF(info)) == 1 && info[0].protection == RF_BY_ADVICE);
+		CHECK(rf_list(info, COUNT_OF(info)) == 1 && info[0].protection == RF_BY_MARK);
 	}
 	/* Listed, too: that takes mappings. */
 	inject_from(1, EAGAIN);

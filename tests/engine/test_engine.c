@@ -500,7 +500,7 @@ static void the_list_agrees_with_smaps(void)
 
 		CHECK(info[i].policy == RF_OMIT && info[i].start < info[i].end);
 		CHECK(!i || info[i - 1].end <= info[i].start);
-		CHECK(marked == (info[i].protection == RF_BY_ADVICE), "%zd: %d", i,
+		CHECK(marked == (info[i].protection == RF_BY_MARK), "%zd: %d", i,
 		      info[i].protection);
 		if (info[i].start == (uintptr_t)shared)
 			CHECK(info[i].protection == RF_BY_SHARING && info[i].registrations == 1);
@@ -515,7 +515,7 @@ static void the_list_agrees_with_smaps(void)
 	for (i = 0; i < count; i++) {
 		bool marked = check_flags((void *)info[i].start) & CHECK_DC;
 
-		CHECK(marked == (info[i].protection == RF_BY_ADVICE));
+		CHECK(marked == (info[i].protection == RF_BY_MARK));
 		if (info[i].start == (uintptr_t)memory + 8 * check_page)
 			CHECK(info[i].protection == RF_BY_KERNEL);
 		CHECK(info[i].protection != RF_BY_HANDLER);

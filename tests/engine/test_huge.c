@@ -172,7 +172,7 @@ static void a_failure_among_huge_pages_leaves_no_mark(void)
 	for (i = 0; i < COUNT_OF(ends); i++) {
 		CHECK(rf_register(at, check_page + ends[i], 0, RF_OMIT, &handle, &error) ==
 		      -ENOMEM);
-		CHECK(error.cause == RF_CAUSE_HOLE);
+		CHECK(error.cause == RF_CAUSE_NOT_MAPPED);
 		check_read_smaps();
 		CHECK(!(check_flags_read(at) & CHECK_DC) && !(check_flags_read(huge) & CHECK_DC));
 	}

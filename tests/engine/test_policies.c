@@ -188,7 +188,7 @@ static void a_hole_is_not_wiped(void)
 	start(RF_MODE_EAGER);
 	check_unmap(memory + 2 * check_page, 1);
 	CHECK(try_register(memory, 4 * check_page, RF_WIPE, &handle) == -ENOMEM);
-	CHECK(error.cause == RF_CAUSE_HOLE && error.start == (uintptr_t)memory + 2 * check_page);
+	CHECK(error.cause == RF_CAUSE_NOT_MAPPED && error.start == (uintptr_t)memory + 2 * check_page);
 	CHECK(!(check_flags(memory) & (CHECK_WF | CHECK_DC)));
 	check_empty();
 }
@@ -257,9 +257,9 @@ static void omit_comes_before_wipe_before_keep(void)
 	CHECK(child_finds(memory + check_page) == 0);
 	CHECK(child_finds(memory + 2 * check_page) == 7);
 	CHECK(rf_list(info, 4) == 3);
-	CHECK(info[0].policy == RF_OMIT && info[0].protection == RF_BY_ADVICE &&
+	CHECK(info[0].policy == RF_OMIT && info[0].protection == RF_BY_MARK &&
 	      info[0].registrations == 3);
-	CHECK(info[1].policy == RF_WIPE && info[1].protection == RF_BY_ADVICE &&
+	CHECK(info[1].policy == RF_WIPE && info[1].protection == RF_BY_MARK &&
 	      info[1].registrations == 2);
 	CHECK(info[2].policy == RF_KEEP && info[2].protection == RF_BY_KERNEL &&
 	      info[2].registrations == 1);

@@ -275,7 +275,7 @@ static void check_list(void)
 			if (page >= PAGES || !pages[page].mapped || !is_certain(page))
 				continue;
 			/* A range with a retry counts as marked. */
-			if (list[i].protection == RF_BY_ADVICE && !lingering)
+			if (list[i].protection == RF_BY_MARK && !lingering)
 				CHECK(flags & (CHECK_DC | CHECK_WF), "page %zu", page);
 			if (list[i].protection == RF_BY_SHARING)
 				CHECK(pages[page].shared, "page %zu", page);

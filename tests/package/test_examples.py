@@ -31,7 +31,7 @@ def test_numpy_workers():
     assert "16 MiB registered; 4 workers" in said
     assert f"they read the shared array: {sum(range(1 << 20))}" in said
     assert "ended by SIGSEGV" in said
-    assert "protected_by='advice'" in said and "protected_by='shared'" in said
+    assert "protected_by='mark'" in said and "protected_by='shared'" in said
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")

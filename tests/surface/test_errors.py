@@ -338,7 +338,7 @@ def test_unmapped_memory_said_to_be_held(mode):
         return
     with rdmafork.register_address(at, 4 * PAGE, owner=object()):
         fork_once()
-        assert all(r.protected_by != "advice" for r in rdmafork.protected_ranges())
+        assert all(r.protected_by != "mark" for r in rdmafork.protected_ranges())
     assert rdmafork.stats().registrations == 0
 
 
@@ -679,7 +679,7 @@ def test_sealed_memory_lazy():
     with rdmafork.register(inner), rdmafork.register_address(at, 4 * PAGE, owner=object()):
         assert child(lambda: (is_mapped(at), is_mapped(address))) == (True, False)
         by = {r.start: r.protected_by for r in rdmafork.protected_ranges()}
-        assert (by[at], by[address]) == ("kernel", "advice")
+        assert (by[at], by[address]) == ("kernel", "mark")
         assert rdmafork.stats().unmarked_bytes == 4 * PAGE
 
 

@@ -109,7 +109,7 @@ class Scene:
 
     def check_fork(self):
         wiped = [r for r in rdmafork.protected_ranges() if (r.on_fork, r.protected_by) == (
-            "wipe", "advice")]  # fmt: skip
+            "wipe", "mark")]  # fmt: skip
 
         def look():
             assert rdmafork.stats().registrations == 0
@@ -214,7 +214,7 @@ def _without_proc(mode):
         # lazy registration waits for a fork that can ask.
         trusted = rdmafork.kernel_info().copy_on_fork_trusted
         left = "pending" if mode == "lazy" else "kernel"
-        assert private.protected_by == (left if trusted else "advice")
+        assert private.protected_by == (left if trusted else "mark")
         pid = os.fork()
         if not pid:
             there = (ctypes.c_char * 1)()
@@ -415,7 +415,7 @@ def _of_a_kind(kind, mode):
                 fork_once()
                 check_claims(before)
                 by = {r.protected_by for r in rdmafork.protected_ranges()}
-                assert by <= {"advice", "kernel", "shared"}, by
+                assert by <= {"mark", "kernel", "shared"}, by
                 # A child lacks the marked part of it, or finds zeros there.
                 marked = [page for page in marks() if start <= page < start + nbytes][:64]
                 found = child(look_at, marked)

@@ -258,7 +258,7 @@ class Driver:
             assert here, f"{address:x} {page} is registered: it is not listed"
             by = {r.protected_by for r in here}
             absent = self.model.verdict(address) == ABSENT
-            expected = "shared" if page.shared else "advice" if absent else "kernel"
+            expected = "shared" if page.shared else "mark" if absent else "kernel"
             if page.nbytes == PAGE or not page.shared:
                 assert by == {expected}, f"{address:x} {page}: {here}"
             else:  # parts of a huge page that no byte was registered of need not be listed
@@ -384,7 +384,7 @@ def test_random_operations_among_huge_pages_agree_with_the_model(mode, trust, hu
         # A registration that failed cut the rest of a huge page that is no more.
         (2402387261, "eager", "0"),
         # The rest of a huge page outlived the registration it waited for, which had become shared
-        # memory, and was reported as advice.
+        # memory, and was reported as marked.
         pytest.param(2051841047, "lazy", "", marks=needs_lazy),
         # The rest of a huge page was copied for a child only where another partial page was.
         pytest.param(4009575409, "lazy", "", marks=needs_lazy),

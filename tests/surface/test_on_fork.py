@@ -45,7 +45,7 @@ def test_a_child_reads_zeros_and_the_parent_its_data(mode):
         assert {"wf", "dc"} & vm_flags(address) == ({"dc"} if mode == "eager" else set())
         assert child(read, address, 4 * PAGE) == bytes(4 * PAGE)
         assert {"wf", "dc"} & vm_flags(address) == {"wf"}
-        assert policies() == [(address, address + 4 * PAGE, "wipe", "advice")]
+        assert policies() == [(address, address + 4 * PAGE, "wipe", "mark")]
         assert read(address, 4 * PAGE) == b"\7" * 4 * PAGE
     assert child(read, address) == b"\7" and not {"wf", "dc"} & vm_flags(address)
 
@@ -62,8 +62,8 @@ def test_omit_comes_before_wipe_before_keep(mode):
     assert child(read, address + PAGE) == b"\0" and child(read, address + 2 * PAGE) == b"\7"
     assert "dc" in vm_flags(address)
     assert policies() == [
-        (address, address + PAGE, "omit", "advice"),
-        (address + PAGE, address + 2 * PAGE, "wipe", "advice"),
+        (address, address + PAGE, "omit", "mark"),
+        (address + PAGE, address + 2 * PAGE, "wipe", "mark"),
         (address + 2 * PAGE, address + 3 * PAGE, "keep", "kernel"),
     ]
     omit.close()
@@ -92,7 +92,7 @@ def wiped_huge_pages(mode):
 
         # The pool has no more: a child gets base pages in their place.
         assert child(look) == (HUGE, bytes(HUGE), b"mine\0")
-        assert policies()[0][2:] == ("wipe", "advice")
+        assert policies()[0][2:] == ("wipe", "mark")
     with register(memory, on_fork="wipe"):
         assert child(read, address, 3 * HUGE) == bytes(3 * HUGE)
     with register(memory, on_fork="keep"):

@@ -51,7 +51,7 @@ def few_bytes_of_a_huge_page(mode):
     # The pool is used up: one huge page to copy and this fork would fail, were it pinned.
     assert child(read, address + HUGE, HUGE) == b"h" * HUGE
     assert marked(address, 3 * HUGE) == pages(address + HUGE, 512)
-    assert protections() == [(address + HUGE, address + 2 * HUGE, 1, "advice")]
+    assert protections() == [(address + HUGE, address + 2 * HUGE, 1, "mark")]
     assert child(read, address, 5) == b"hhhhh"
     registration.close()
     assert marked(address, 3 * HUGE) == []

@@ -61,7 +61,7 @@ def test_lazy_marks_at_the_fork_and_unmarks_at_close():
     assert stats().pending == 1
     assert child(read, address) == signal.SIGSEGV
     assert marked(address, 8 * PAGE) == pages(address, 8)
-    assert protections() == [(address, address + 8 * PAGE, 1, "advice")]
+    assert protections() == [(address, address + 8 * PAGE, 1, "mark")]
     assert stats().pending == 0
     registration.close()
     assert marked(address, 8 * PAGE) == []
@@ -100,7 +100,7 @@ def test_eager_marks_before_register_returns():
     memory, address = private_map(8 * PAGE)
     with register(memoryview(memory)[PAGE : 3 * PAGE]):
         assert marked(address, 8 * PAGE) == pages(address + PAGE, 2)
-        assert protections() == [(address + PAGE, address + 3 * PAGE, 1, "advice")]
+        assert protections() == [(address + PAGE, address + 3 * PAGE, 1, "mark")]
         assert stats().pending == 0
     assert marked(address, 8 * PAGE) == []
 
@@ -160,7 +160,7 @@ def test_partial_pages_are_marked_and_copied():
     assert marked(address, 8 * PAGE) == pages(address + PAGE, 3)
     memory[:] = b"w" * len(memory)
     assert child(read, address, 8 * PAGE) == b"w" * 8 * PAGE
-    assert {p[3] for p in protections()} == {"advice"}
+    assert {p[3] for p in protections()} == {"mark"}
     for registration in registrations:
         registration.close()
     assert marked(address, 8 * PAGE) == []
@@ -279,9 +279,9 @@ def test_private_and_shared_side_by_side(mode):
     expected = pages(PLACE + PAGE, 3) + pages(PLACE + 8 * PAGE, 3)
     assert marked(PLACE, 12 * PAGE) == expected
     assert protections() == [
-        (PLACE + PAGE, PLACE + 4 * PAGE, 1, "advice"),
+        (PLACE + PAGE, PLACE + 4 * PAGE, 1, "mark"),
         (PLACE + 4 * PAGE, PLACE + 8 * PAGE, 1, "shared"),
-        (PLACE + 8 * PAGE, PLACE + 11 * PAGE, 1, "advice"),
+        (PLACE + 8 * PAGE, PLACE + 11 * PAGE, 1, "mark"),
     ]
     registration.close()
     assert marked(PLACE, 12 * PAGE) == []

@@ -43,7 +43,7 @@ def truth(address, npages):
             marked.update(range(mapping.start, mapping.end, PAGE))
     listed = set()
     for item in rdmafork.protected_ranges():
-        if item.protected_by == "advice":
+        if item.protected_by == "mark":
             listed.update(range(item.start, item.end, PAGE))
     assert listed == marked <= set(range(address, address + npages * PAGE, PAGE))
     numbers = rdmafork.stats()
@@ -114,7 +114,7 @@ def test_the_longest_are_marked():
     fork_once()
     assert truth(address, 2 * FEW + 64).marked_bytes == (budget() // 2 - 1 + 64) * PAGE
     (long,) = [r for r in rdmafork.protected_ranges() if r.start == address + 2 * FEW * PAGE]
-    assert long.protected_by == "advice"
+    assert long.protected_by == "mark"
     for registration in held:
         registration.close()
     assert truth(address, 1).marked_bytes == 0

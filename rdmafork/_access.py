@@ -83,10 +83,13 @@ def mapping_cause(start: int, end: int, flags: int) -> str:
         if first > at or at >= end:
             break
         if flags & WRITES and permissions[1] != "w":
-            return f"0x{first:x}-0x{last:x} is mapped {permissions}, not for writing"
+            return (
+                f"0x{first:x}-0x{last:x} is mapped {permissions}, not for writing: "
+                f"register it without write access, or map it writable"
+            )
         at = last
     if maps and at < end:
-        return f"nothing is mapped at 0x{at:x}"
+        return f"nothing is mapped at 0x{at:x}: register memory before it is freed"
     return "the device cannot pin this kind of mapping: register ordinary memory"
 
 

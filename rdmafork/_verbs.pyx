@@ -228,16 +228,15 @@ cdef str describe(object state, Parent self):
 cdef class Context(Parent):
     """An open RDMA device. A context manager.
 
-    device: a name, "mlx5_0" for example, or a Device. OSError: ENODEV no such
-    device (any more); ELIBACC libibverbs is not installed; EAGAIN forks follow one
-    another so closely that it cannot be opened between two; others say what keeps
-    this process from using the device, as Device.problem does.
+    device: a name, "mlx5_0" for example, or a Device. OSError: ENODEV, there is no such
+    device (any more); ELIBACC, libibverbs is not installed; EAGAIN, other threads fork so
+    often that it cannot be opened between two forks; others say what keeps this process
+    from using the device, as Device.problem does.
 
-    Closing it first closes the objects made from it. Any thread may use and close
-    it; a close waits for registrations under way in other threads. In a forked
-    child using it raises InheritedError, it makes no verbs call, and its
-    descriptors are /dev/null before fork() returns; a child may open the device
-    itself.
+    Closing it first closes the objects made from it. Any thread may use and close it; a
+    close waits for registrations under way in other threads. In a forked child it raises
+    InheritedError when it is used, and makes no verbs call. Its descriptors are /dev/null
+    there before fork() returns. A child may open the device itself.
 
     Source: ibv_open_device(3).
     """
@@ -264,8 +263,8 @@ cdef class Context(Parent):
     def close(self):
         """Close the objects made from it, then the device. A second call does nothing.
 
-        OSError: EBUSY as for ProtectionDomain.close(); EDEADLK, called by a finalizer while
-        this thread closes a domain of it. It stays open.
+        OSError, and it stays open: EBUSY as for ProtectionDomain.close(); EDEADLK if a
+        finalizer calls it while this thread closes one of its domains.
         """
         if not clear_flag(&self.open) or self.inherited:
             return
@@ -416,8 +415,8 @@ cdef class ProtectionDomain(Parent):
     def close(self):
         """Close its regions, then the domain. A second call does nothing.
 
-        OSError: EBUSY other code has objects in it, queue pairs for example; the
-        regions are closed, the domain is not.
+        OSError: EBUSY, other code still has objects in it, queue pairs for example. Its
+        regions are closed then, the domain is not.
         """
         cdef int rc = 0
         if not clear_flag(&self.open) or self.inherited:

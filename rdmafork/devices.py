@@ -173,8 +173,8 @@ class Gid(NamedTuple):
     """An entry of a port's GID table.
 
     index: its place in the table
-    gid: "fe80::9803:9bff:fe67:ac2a", "::ffff:10.77.0.1"
-    type: what packets sent from it look like
+    gid: its text, "fe80::9803:9bff:fe67:ac2a" or "::ffff:10.77.0.1" for example
+    type: the kind of packets that are sent from it
     netdev: the network interface it belongs to, if any
     """
 
@@ -185,7 +185,7 @@ class Gid(NamedTuple):
 
     @property
     def raw(self) -> bytes:
-        """The 16 bytes."""
+        """The GID as 16 bytes."""
         from socket import AF_INET6, inet_pton
 
         return inet_pton(AF_INET6, self.gid)
@@ -229,19 +229,19 @@ class _Record:
 class Port(_Record):
     """A port of an RDMA device as it was when Device.ports was read.
 
-    An attribute that could not be read then raises OSError, with its file, when it is asked for.
-    gids and the MTUs are read when they are asked for, and anew each time: a table has hundreds
-    of slots, and the MTUs need the device opened.
+    If an attribute could not be read, asking for it raises an OSError that names its file.
+    gids and the MTUs are read anew each time they are asked for, because a GID table has hundreds
+    of slots, and the device must be opened to read the MTUs.
 
     device: the Device it belongs to
-    number: from 1; a switch has 0
-    state: of the link, as the port's manager sees it; ACTIVE: packets can be sent
-    physical_state: of the wire; LINK_UP: it is connected
+    number: the port's number, from 1; a switch has 0
+    state: the state of the link, as the subnet manager sees it; ACTIVE: packets can be sent
+    physical_state: the state of the wire; LINK_UP: it is connected
     link_layer: InfiniBand or Ethernet
-    rate: in Gb/s
+    rate: the speed in Gb/s
     lid: the port's local identifier; 0 on Ethernet
-    sm_lid: that of the subnet manager; 0 on Ethernet
-    capability_mask: bits as in enum ibv_port_cap_flags
+    sm_lid: the local identifier of the subnet manager; 0 on Ethernet
+    capability_mask: the bits of enum ibv_port_cap_flags
     """
 
     __slots__ = ()
@@ -269,13 +269,13 @@ class Port(_Record):
 
     @property
     def active_mtu(self) -> int | None:
-        """Bytes. The device is opened to read it. None if this process cannot open it, and for
-        ports above 255."""
+        """The MTU in use, in bytes. The device is opened to read it. None if this process cannot
+        open the device, and for ports above 255."""
         return self._mtus()[0]
 
     @property
     def max_mtu(self) -> int | None:
-        """Bytes; None as active_mtu is."""
+        """The largest MTU, in bytes; None where active_mtu is."""
         return self._mtus()[1]
 
     def as_dict(self) -> dict[str, Any]:
@@ -332,24 +332,25 @@ class Device(_Record):
     """An RDMA device as the kernel knows it; see get_device_list().
 
     Its attributes are what they were when it was listed; ports is read anew each time. It holds
-    nothing and need not be closed. Devices are equal if name and node GUID are. An attribute whose
-    file makes no sense raises OSError, which names the file, when it is asked for.
+    nothing and need not be closed. Two devices are equal if they have the same name and node GUID.
+    If the kernel's file of an attribute makes no sense, reading the attribute raises an OSError
+    that names the file. Unless said otherwise, None means that the device has none.
 
-    name: as in /sys/class/infiniband
-    index: the kernel's, never used twice; None where it cannot be known
-    node_type: what kind of node it is
-    transport: what its packets are
-    node_guid: the node's, 64 bits
-    sys_image_guid: the adapter's, which its devices share
-    firmware_version: as the driver says
+    name: its name in /sys/class/infiniband, "mlx5_0" for example
+    index: the kernel's number for it, never used again; None where it is not known
+    node_type: what it is: a channel adapter (CA), an iWARP adapter (RNIC), a switch
+    transport: the protocol it speaks
+    node_guid: the identifier of the node, 64 bits
+    sys_image_guid: the identifier of the adapter, which all its devices share
+    firmware_version: the firmware's version, as the driver gives it
     board_id: the vendor's name for the board
-    uverbs_name: "uverbs0"; None where there is none
-    uverbs_path: "/dev/infiniband/uverbs0", there or not
-    driver: the kernel's: "mlx5_core"
-    numa_node: the one it is near to; None where there is none
-    pci_address: "0000:3b:00.0"
+    uverbs_name: its name in /sys/class/infiniband_verbs, "uverbs0" for example
+    uverbs_path: its device file, "/dev/infiniband/uverbs0" for example, even if that is missing
+    driver: the kernel driver, "mlx5_core" for example
+    numa_node: the NUMA node that it is closest to
+    pci_address: its PCI address, "0000:3b:00.0" for example
     netdev: the network interface it belongs to
-    problem: why this process cannot use it, and what to do
+    problem: why this process cannot use it, and what to do; None: it can
     """
 
     __slots__ = ("_path", "_problem_errno")

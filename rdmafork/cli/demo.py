@@ -330,7 +330,10 @@ def _plain_forks(worker: Worker, pin: bool) -> dict[str, Any]:
 
 
 def _text(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    text = error.strerror if isinstance(error, OSError) else None
+    if text and isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {text}"
+    return text or str(error)
 
 
 # --- Huge pages ----------------------------------------------------------------------

@@ -185,6 +185,8 @@ def run_console(snippet: Snippet, tmp_path: Path) -> None:
     for part in re.split(r"^\$ ", snippet.code, flags=re.MULTILINE)[1:]:
         command, *rest = part.replace("\\\n", " ").split("\n", 1)
         shown = rest[0] if rest else ""
+        if "examples/" in command and not (tmp_path / "examples").exists():
+            (tmp_path / "examples").symlink_to(ROOT / "examples")  # as in a checkout
         if "app.c" in command or "cmake" in command:
             block_of(snippet, "c", "main(", tmp_path / "app.c")
         if "cmake" in command:

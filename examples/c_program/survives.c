@@ -26,7 +26,7 @@ static void check(int rc, const struct rf_error *error)
 }
 
 /* The kernel cannot read a page that the child does not have: EFAULT. */
-static int is_absent(const char *page)
+static int is_missing(const char *page)
 {
 	int ends[2];
 
@@ -51,7 +51,7 @@ int main(void)
 	check(rf_register(buffer, NBYTES, RF_HELD, RF_OMIT, &handle, &error), &error);
 	pid = fork();
 	if (!pid)
-		_exit(!is_absent(buffer + NBYTES / 2));
+		_exit(!is_missing(buffer + NBYTES / 2));
 	if (pid < 0 || waitpid(pid, &status, 0) != pid)
 		return 1;
 	check(rf_stats(&stats), NULL);

@@ -75,6 +75,7 @@ def line(*cells: str) -> str:
 
 
 def everything(rows: list[Row]) -> Iterator[str]:
+    yield from (":::{table}", ":class: wide", "")
     yield line("program", "version", "registers by", "kernel", "`fork()` alone", "under exec",
                "children", "remarks, alone", "under exec", "tried on")  # fmt: skip
     yield line(*["---"] * 10)
@@ -84,6 +85,7 @@ def everything(rows: list[Row]) -> Iterator[str]:
             fork(row, "alone"), fork(row, "exec"), children(row),
             *remarks(row), row["date"],
         )  # fmt: skip
+    yield ":::"
 
 
 def best(rows: list[Row]) -> Iterator[str]:
@@ -93,7 +95,7 @@ def best(rows: list[Row]) -> Iterator[str]:
         return
     newest = max(key(row)[2] for row in measured)
     yield line("64 MiB registered by", "`fork()`, alone", "under exec",
-               "transfers work after a child's `exit()`, alone", "under exec")  # fmt: skip
+               "the device works after a child's `exit()`, alone", "under exec")  # fmt: skip
     yield line(*["---"] * 5)
     for row in measured:
         if key(row)[2] == newest and row["alone"]["kept"] < row["exec"]["kept"]:

@@ -74,10 +74,10 @@ MARKS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pid", type=int, metavar="N", help="look at process N instead")
     parser.add_argument(
-        "--merge",
-        metavar="FILE",
-        nargs="*",
-        help="merge what many ranks or hosts printed with --json; stdin without a FILE",
+        "--merge", action="store_true", help="merge what many ranks or hosts printed with --json"
+    )
+    parser.add_argument(
+        "files", metavar="FILE", nargs="*", help="with --merge: what to read, instead of stdin"
     )
     parser.add_argument(
         "-q", "--quiet", action="store_true", help="print only what is not OK, or nothing"
@@ -89,8 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     paint = terminal.Paint(sys.stdout, args.color)
-    if args.merge is not None:
+    if args.merge:
         return _merge(args, paint)
+    if args.files:
+        print(f"rdmafork doctor: to read {args.files[0]}, add --merge", file=sys.stderr)
+        return 2
     sections = SECTIONS
     if args.pid is not None:
         try:
@@ -115,10 +118,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _merge(args: argparse.Namespace, paint: terminal.Paint) -> int:
     if args.pid is not None:
-        print("rdmafork doctor: --merge and --pid exclude each other", file=sys.stderr)
+        print("rdmafork doctor: --merge and --pid cannot be combined", file=sys.stderr)
         return 2
     try:
-        merged = doctor_merge.read(args.merge or ["-"])
+        merged = doctor_merge.read(args.files or ["-"])
     except (OSError, ValueError) as error:
         text = str(error)
         if isinstance(error, OSError):

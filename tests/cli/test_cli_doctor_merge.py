@@ -123,6 +123,9 @@ def test_documents_of_hosts_without_ranks_are_merged(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= 80
     both = "".join((tmp_path / f"{host}.json").read_text() for host in ("node1", "node2"))
     assert merge(input=both).stdout == done.stdout  # cat *.json | rdmafork doctor --merge
+    files = [str(tmp_path / "node1.json"), str(tmp_path / "node2.json")]
+    for arguments in (("--merge", "-q", *files), ("-q", "--merge", *files), (*files, "--merge", "-q")):
+        assert command("doctor", *arguments).stdout == merge(*files, "-q").stdout, arguments
     as_json = json.loads(merge(str(tmp_path / "node1.json"), "--json").stdout)
     assert as_json["summary"] == "1 host" and as_json["counts"] == document["counts"]
 
@@ -157,7 +160,8 @@ def test_a_missing_file_is_told(tmp_path):
         2,
         "rdmafork doctor: /no/such/file: there is no directory /no/such\n",
     )
-    assert "exclude each other" in merge("--pid", "1").stderr
+    assert "--merge and --pid cannot be combined" in merge("--pid", "1").stderr
+    assert command("doctor", "r.json").stderr == "rdmafork doctor: to read r.json, add --merge\n"
 
 
 def test_a_name_cannot_paint_the_terminal(tmp_path):

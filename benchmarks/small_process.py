@@ -279,7 +279,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
         for i, pages in enumerate(PAGES):
             found: dict[str, list[list[list[int]]]] = {}
             for done in range(rounds):
-                progress((i + done / rounds) / len(PAGES), f"{forks} forks a peer, {pages} pages")
+                progress((i + done / rounds) / len(PAGES), f"{forks} forks each, {pages} pages")
                 for peer in random.Random(done).sample(list(PEERS), len(PEERS)):
                     try:
                         found.setdefault(peer, []).append(program.run(peer, pages, forks, nbytes))

@@ -55,6 +55,7 @@ RUNS = {
     "import_time": (["--quick"],) * 2,
     "scale": (["--live", "1000", "1000000"], ["--live", "1000000"]),
     "shapes": ([],) * 2,
+    "small_process": ([],) * 2,
 }
 LAZY, EAGER = {"line": "rdmafork lazy"}, {"line": "rdmafork eager"}
 PAIR, LIBIBVERBS = {"line": "madvise"}, {"line": "libibverbs"}
@@ -72,19 +73,40 @@ NO_CLIFFS = {
 WHOLE = "rdmafork whole pages"
 REACHED: dict[tuple[str, str], dict[str, float]] = {
     # Bytes beside registered ones are copied twice: as the fork begins, and in the child.
-    ("64 bytes on each page", WHOLE): {"fork_times": 120, "child_times": 200},
-    ("64 bytes, as malloc() lays them", WHOLE): {"fork_times": 35, "child_times": 50},
-    ("not held, no PROCMAP_QUERY", WHOLE): {"fork_times": 3.5, "child_times": 4.5},
+    ("64 bytes on each page", WHOLE): {"fork_times": 20, "child_times": 35},
+    ("64 bytes, as malloc() lays them", WHOLE): {"fork_times": 12, "child_times": 20},
+    ("not held, no PROCMAP_QUERY", WHOLE): {"fork_times": 3, "child_times": 4},
     # Huge pages leave as a whole: the same, 2 MiB at a time.
-    **{("8 bytes, in one huge page", peer): {"fork_times": 10, "child_times": 14}
+    **{("8 bytes, in one huge page", peer): {"fork_times": 7, "child_times": 9}
        for peer in ENGINES},
     **{("64 bytes in each huge page", peer):
-       {"fork_times": 250, "child_times": 350, "first_ns_each": 250_000} for peer in ENGINES},
-    # The kernel copies the page tables of the registry.
-    **{("on two pages", peer): {"fork_times": 5, "child_times": 5} for peer in ENGINES},
-    # It copies as many mappings as the pages that are marked, as after madvise() alone.
+       {"fork_times": 40, "child_times": 60, "first_ns_each": 60_000} for peer in ENGINES},
+    # The kernel copies as many mappings as the pages that are marked, as after madvise() alone.
     **{("isolated pages", peer): {"fork_times": 2.5} for peer in ENGINES},
 }  # fmt: skip
+
+
+# Of a small C process with 1 GiB registered and pinned, beyond the same after madvise() alone.
+SMALL = {
+    "fork_us": ("fork() of a small process, to that after madvise() alone", 1.25, 1.1, False),
+    "child_us": ("until it returns in the child, to that after madvise()", 1.6, None, False),
+    "parent_faults": ("page faults of its parent, beyond those", 2, 1, True),
+    "child_faults": ("page faults of its child, beyond those", 11, None, True),
+    "mappings": ("mappings that it copies, beyond those", 7, None, True),
+}
+
+
+def small_claims() -> Iterator[Claim]:
+    for peer, measure in itertools.product((LAZY, EAGER), SMALL):
+        text, most, aim, difference = SMALL[measure]
+        yield Claim(
+            f"{peer['line']}: {text}",
+            *("small_process", measure, peer, PAIR),
+            most=most,
+            aim=aim,
+            difference=difference,
+            least=not difference,
+        )
 
 
 def shape_claims() -> Iterator[Claim]:
@@ -198,6 +220,7 @@ CLAIMS = (
         aim=1.1,
     ),
     *shape_claims(),
+    *small_claims(),
     *(
         Claim(
             f"not held, {peer}: a registration without PROCMAP_QUERY, to one with it",

@@ -137,7 +137,8 @@ class KernelInfo(NamedTuple):
     release: the kernel's version, as uname -r prints it
     copy_on_fork: fork() copies pinned pages for the child
     copy_on_fork_from: how that is known: "netlink" or "version"
-    copy_on_fork_trusted: that copying never loses a pinned page (5.19 and later, some older kernels)
+    copy_on_fork_trusted: that copying never loses a pinned page (Linux 5.19 and later, and some
+        older kernels)
     copy_on_fork_trusted_from: how that is known: "version", "netlink", "probe" (from what the
         kernel does with a page) or "environment" (RDMAFORK_TRUST_COPYING=0)
     page_size: the size of a base page, in bytes

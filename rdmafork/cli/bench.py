@@ -35,7 +35,7 @@ relative to the line of the same column that has 1.00x.
 
 EPILOG = """\
 examples:
-  rdmafork bench --quick                     all of them, in about a minute
+  rdmafork bench --quick                     all of them, in a minute or two
   rdmafork bench registration                one in full, as a table
   rdmafork bench --json all.json --plot .    everything, to keep and to look at
 

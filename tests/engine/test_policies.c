@@ -188,7 +188,8 @@ static void a_hole_is_not_wiped(void)
 	start(RF_MODE_EAGER);
 	check_unmap(memory + 2 * check_page, 1);
 	CHECK(try_register(memory, 4 * check_page, RF_WIPE, &handle) == -ENOMEM);
-	CHECK(error.cause == RF_CAUSE_NOT_MAPPED && error.start == (uintptr_t)memory + 2 * check_page);
+	CHECK(error.cause == RF_CAUSE_NOT_MAPPED &&
+	      error.start == (uintptr_t)memory + 2 * check_page);
 	CHECK(!(check_flags(memory) & (CHECK_WF | CHECK_DC)));
 	check_empty();
 }

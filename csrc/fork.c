@@ -56,7 +56,7 @@ static int show_list(struct rf_engine *engine)
 }
 
 /* The handler began at @began. */
-static void prepare_pages(struct rf_engine *engine, struct rf_own_forks *here, uint64_t began)
+static void prepare_pages(struct rf_engine *engine, uint64_t began)
 {
 	if (rf_enter(RF_FORKING) < 0) {
 		/*
@@ -71,7 +71,7 @@ static void prepare_pages(struct rf_engine *engine, struct rf_own_forks *here, u
 	if (engine->mode == RF_MODE_EAGER)
 		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
 	rf_prefork(&engine->tracker, &engine->registry, &engine->list);
-	here->prepared = show_list(engine) >= 0;
+	rf_window_here()->prepared = show_list(engine) >= 0;
 	if (rf_has_hooks())
 		rf_hooks.prepared(began);
 	rf_leave();
@@ -108,10 +108,12 @@ static void prepare(void)
 	(void)rf_notice_child();
 	if (rf_has_hooks())
 		rf_hooks.prepare();
-	here = rf_window_open();
+	rf_window_open();
 	rf_loader_gate_fork();
 	if (__atomic_load_n(&engine->mode, __ATOMIC_RELAXED) != RF_MODE_NONE)
-		prepare_pages(engine, here, began);
+		prepare_pages(engine, began);
+	/* A signal handler may have made a child that goes on here, where they lie elsewhere. */
+	here = rf_window_here();
 	/* Last, as this thread must have closed its own descriptors by then. */
 	here->transients = rf_sys_transients();
 	block_signals(here, &engine->list);

@@ -16,7 +16,7 @@ struct rf_own_forks *rf_window_here(void)
 	return first == rf_lock_self() ? &rf_window.of_first : &here;
 }
 
-struct rf_own_forks *rf_window_open(void)
+void rf_window_open(void)
 {
 	struct rf_own_forks *mine;
 	uint64_t none = 0;
@@ -29,7 +29,6 @@ struct rf_own_forks *rf_window_open(void)
 	mine->depth++;
 	__atomic_add_fetch(&rf_window.forks, 1, __ATOMIC_SEQ_CST);
 	__atomic_add_fetch(&rf_window.begun, 1, __ATOMIC_SEQ_CST);
-	return mine;
 }
 
 void rf_window_shut(void)

@@ -52,8 +52,8 @@ static inline bool rf_window_is_open(void)
 /* This thread's. */
 struct rf_own_forks *rf_window_here(void);
 
-/* In a prepare handler: this thread's, with one more fork under way, which is not prepared. */
-struct rf_own_forks *rf_window_open(void);
+/* In a prepare handler: this thread has one more fork under way, which is not prepared. */
+void rf_window_open(void);
 /* In a parent handler. A child that was made in the window goes on from there, with its own. */
 void rf_window_shut(void);
 /* In a child, as it is noticed: the forks of its parent's other threads are not under way here. */

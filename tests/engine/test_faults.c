@@ -319,7 +319,8 @@ static const struct operation operations[] = {
 	{ "release huge", RF_MODE_EAGER, before_release_huge, act_release, NULL, true },
 	{ "prefork", RF_MODE_LAZY, before_prefork, act_prefork, after_prefork, false },
 	{ "prefork eager shared", RF_MODE_EAGER, before_list, act_prefork, after_list, false },
-	{ "prefork mixed", RF_MODE_LAZY, before_prefork_mixed, act_prefork, after_prefork_mixed, true },
+	{ "prefork mixed", RF_MODE_LAZY, before_prefork_mixed, act_prefork, after_prefork_mixed,
+	  true },
 	{ "list", RF_MODE_EAGER, before_list, act_list, after_list, false },
 	{ "stats", RF_MODE_EAGER, before_overlap, act_stats, NULL, false },
 };

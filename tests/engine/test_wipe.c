@@ -55,7 +55,7 @@ static bool try_children_find(char *const *addresses, int *found, size_t count)
 	pid = fork();
 	CHECK(dup2(before, 2) == 2);
 	if (!pid) {
-		/* The kernel does not write to the pipe from memory that the process cannot read. */
+		/* Memory that the process cannot read is not written to the pipe. */
 		for (i = 0; i < count; i++)
 			if (write(bytes[1], addresses[i], 1) == 1)
 				CHECK(write(bytes[1], &i, sizeof(i)) == sizeof(i));

@@ -262,14 +262,17 @@ static int find_in_table(struct rf_vma_reader *reader, uintptr_t address, struct
 	return may_be_huge(reader, vma) ? find_page_size(reader, vma) : 0;
 }
 
-/* -ENOENT is an answer; each other failure is a refusal, by a sandbox. */
+/*
+ * Each failure may be a sandbox's refusal, with any errno. -ENOENT may be the kernel's answer, above
+ * the stack: the text says the same.
+ */
 static int query(struct rf_vma_reader *reader, uintptr_t address, struct rf_vma *vma)
 {
 	int rc;
 
 	reader->questions++;
 	rc = rf_sys_procmap_query(reader->fd, address, vma);
-	if (rc >= 0 || rc == -ENOENT)
+	if (rc >= 0)
 		return rc;
 	rc = use_table(reader);
 	return rc < 0 ? rc : find_in_table(reader, address, vma);

@@ -12,7 +12,8 @@
 #include <pthread.h>
 #include <sys/syscall.h>
 
-static const int refusals[] = { EPERM, ENOSYS, EACCES, ENOMEM };
+/* The kernel's own answers among them. */
+static const int refusals[] = { EPERM, ENOSYS, EACCES, ENOMEM, ENOENT };
 
 static void start_untrusted(void)
 {

@@ -304,12 +304,17 @@ static void make_room(struct rf_ranges *ranges, struct rf_cursor cursor, uintptr
 
 /* ---- Whole leaves ---- */
 
-/* Its mark, made or due, stays however often it is counted: zeros might not. */
+static bool is_wiped(const struct rf_range *range)
+{
+	return range->mark == RF_MARK_WIPEONFORK;
+}
+
+/* Its mark stays however often it is counted: zeros, as long as one registration wants them. */
 static bool is_even(const struct rf_range *range)
 {
-	return rf_range_wants_mark(range) && range->mark != RF_MARK_WIPEONFORK &&
-	       !(range->flags & (RF_RANGE_UNSURE | RF_RANGE_RETRY | RF_RANGE_STUCK)) &&
-	       (range->mark || range->flags & RF_RANGE_DUE);
+	return rf_range_wants_mark(range) &&
+	       (!is_wiped(range) || rf_range_best_mark(range) == RF_MARK_WIPEONFORK) &&
+	       !(range->flags & (RF_RANGE_UNSURE | RF_RANGE_RETRY | RF_RANGE_STUCK));
 }
 
 static void learn_leaf(struct rf_leaf *leaf)
@@ -317,15 +322,19 @@ static void learn_leaf(struct rf_leaf *leaf)
 	struct rf_sum *sum = &leaf->sum;
 	uint32_t i;
 
-	sum->known = sum->marked = true;
+	sum->known = sum->marked = sum->due = true;
+	sum->wiped = false;
 	sum->even = leaf->used > 0;
 	sum->least = UINT32_MAX;
 	for (i = 0; i < leaf->used; i++) {
 		const struct rf_range *range = &leaf->ranges[i];
-		const uint64_t count = rf_range_count(range);
+		const uint64_t count = is_wiped(range) ? range->counts[RF_FINDS_ZEROS]
+						       : rf_range_count(range);
 
 		sum->least = count < sum->least ? (uint32_t)count : sum->least;
-		sum->marked &= range->mark == RF_MARK_DONTFORK;
+		sum->marked &= range->mark != RF_MARK_NONE;
+		sum->due &= range->mark || range->flags & RF_RANGE_DUE;
+		sum->wiped |= is_wiped(range);
 		sum->even &= is_even(range) && (!i || range[-1].end == range->start);
 		sum->end = range->end;
 	}
@@ -355,6 +364,7 @@ static void learn_group(const struct rf_ranges *ranges, uint32_t entry)
 		.known = true,
 		.even = true,
 		.marked = true,
+		.due = true,
 		.least = UINT32_MAX,
 		.end = directory[entry].first,
 	};
@@ -363,6 +373,8 @@ static void learn_group(const struct rf_ranges *ranges, uint32_t entry)
 
 		group->least = sum->least < group->least ? sum->least : group->least;
 		group->marked &= sum->marked;
+		group->due &= sum->due;
+		group->wiped |= sum->wiped;
 		group->even &= sum->even && directory[entry].first == group->end;
 		group->end = sum->end;
 	}
@@ -414,6 +426,16 @@ uintptr_t rf_ranges_skip_leaves(const struct rf_ranges *ranges, struct rf_cursor
 	return stop;
 }
 
+/* Does @change alter only the counts of even ranges that have that @sum, all of them alike? */
+static inline bool only_counts(const struct rf_sum *sum, const struct rf_change *change)
+{
+	if (sum->wiped && change->finds != RF_FINDS_ZEROS)
+		return false;
+	if (change->count < 0)
+		return sum->least >= 2;
+	return (!change->remark || sum->marked) && (!change->set || sum->due);
+}
+
 /* Count whole leaves once more or less, where nothing else becomes of them. How far that is. */
 static uintptr_t count_leaves(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t start,
 			      uintptr_t end, const struct rf_change *change)
@@ -425,7 +447,7 @@ static uintptr_t count_leaves(struct rf_ranges *ranges, struct rf_cursor place, 
 		return start;
 	for (; (sum = even_sum(ranges, place.entry, ranges->leaf_count, start, end, &count));
 	     place.entry += count) {
-		if (change->count < 0 ? sum->least < 2 : change->remark && !sum->marked)
+		if (!only_counts(sum, change))
 			break;
 		count_sum(sum, change->finds, change->count);
 		if (count == 1)
@@ -736,7 +758,8 @@ void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor place, uintp
 static void check_sum(const struct rf_sum *sum, const struct rf_sum *anew)
 {
 	RF_ASSERT(sum->even == anew->even);
-	RF_ASSERT(!sum->even || (sum->marked == anew->marked && sum->least == anew->least &&
+	RF_ASSERT(!sum->even || (sum->marked == anew->marked && sum->due == anew->due &&
+				 sum->wiped == anew->wiped && sum->least == anew->least &&
 				 sum->end == anew->end));
 	(void)sum, (void)anew;
 }

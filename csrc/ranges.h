@@ -110,9 +110,11 @@ struct rf_range {
 /* The common properties of some ranges, and how much more each of them is to be counted. */
 struct rf_sum {
 	int32_t more[RF_FINDS];
-	uint32_t least;		/* registrations of any page */
+	uint32_t least;		/* registrations of any page; of a wiped one, that want zeros */
 	uintptr_t end;
-	bool even, marked;	/* they touch and are steady; all bear MADV_DONTFORK */
+	bool even;		/* they touch and are steady */
+	bool marked, due;	/* all bear a mark; all bear one or are due */
+	bool wiped;		/* some bear MADV_WIPEONFORK */
 	bool known;		/* all above but .more */
 	bool lazy;		/* .more is not zero */
 };
@@ -222,8 +224,9 @@ const struct rf_range *rf_ranges_find(const struct rf_ranges *ranges, uintptr_t 
 
 /*
  * At the first range of a leaf: go on over leaves that touch and end at or before @end, all of
- * whose ranges touch, want and bear MADV_DONTFORK beyond doubt, and are counted @least times.
- * Returns the end of the last of them; 0: there is none.
+ * whose ranges touch, bear beyond doubt a mark that they want, and are counted @least times; if
+ * they are wiped, by registrations that want zeros. Returns the end of the last of them; 0: there
+ * is none.
  */
 uintptr_t rf_ranges_skip_leaves(const struct rf_ranges *ranges, struct rf_cursor *cursor,
 				uintptr_t end, uint32_t least);

@@ -147,7 +147,7 @@ struct rf_run {
 bool rf_tracker_next_run(const struct rf_tracker *tracker, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *), struct rf_run *run);
 
-/* The same where @belongs() picks nothing that steadily bears MADV_DONTFORK: many at a time. */
+/* The same where @belongs() picks nothing that steadily bears a mark it wants: many at a time. */
 bool rf_tracker_next_odd(const struct rf_tracker *tracker, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *), struct rf_run *run);
 

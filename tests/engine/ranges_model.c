@@ -20,7 +20,7 @@ static struct page pages[MODEL_MANY];
 static struct registration live[MODEL_MANY];
 static size_t live_count;
 static struct rf_ranges ranges;
-bool model_even;
+bool model_even, model_wiped;
 size_t model_pages;
 
 static uintptr_t address(size_t page)
@@ -138,6 +138,8 @@ static void add(size_t start, size_t end)
 		more.set = 0;
 		more.remark = true;
 	}
+	if (model_wiped)
+		more.finds = check_below(8) ? RF_FINDS_ZEROS : RF_FINDS_COPY;
 	CHECK(rf_ranges_reserve(&ranges, (uint32_t)live_count + 1) == 0);
 	live[live_count++] = (struct registration){ { start, end }, more.finds };
 	change(start, end, &more);
@@ -179,12 +181,27 @@ static void sub(size_t which)
 	forget_absent(old.pages.start, old.pages.end);
 }
 
+static void set_as(size_t start, size_t end, const struct rf_change *what)
+{
+	struct page *page;
+
+	CHECK(rf_ranges_reserve(&ranges, (uint32_t)live_count) == 0);
+	change(start, end, what);
+	for (page = pages + start; page < pages + end; page++) {
+		if (!present(page))
+			continue;
+		page->mark = what->remark ? what->mark : page->mark;
+		page->nature = what->rename ? what->nature : page->nature;
+		page->flags = (uint8_t)((page->flags | what->set) & ~what->clear);
+	}
+	forget_absent(start, end);
+}
+
 static void set(size_t start, size_t end)
 {
 	static const uint8_t some[] = { RF_RANGE_DOUBT, RF_RANGE_DUE, RF_RANGE_RETRY,
 					RF_RANGE_DUE | RF_RANGE_STUCK };
 	struct rf_change what = { .set = 0 };
-	struct page *page;
 
 	switch (check_below(3)) {
 	case 0:
@@ -199,22 +216,25 @@ static void set(size_t start, size_t end)
 		what.set = some[check_below(4)];
 		what.clear = some[check_below(4)];
 	}
-	CHECK(rf_ranges_reserve(&ranges, (uint32_t)live_count) == 0);
-	change(start, end, &what);
-	for (page = pages + start; page < pages + end; page++) {
-		if (!present(page))
-			continue;
-		page->mark = what.remark ? what.mark : page->mark;
-		page->nature = what.rename ? what.nature : page->nature;
-		page->flags = (uint8_t)((page->flags | what.set) & ~what.clear);
-	}
-	forget_absent(start, end);
+	set_as(start, end, &what);
+}
+
+static void wipe_all(void)
+{
+	const struct rf_change wiped = {
+		.remark = true, .mark = RF_MARK_WIPEONFORK,
+		.rename = true, .nature = RF_NATURE_WIPEABLE,
+	};
+
+	set_as(0, model_pages, &wiped);
 }
 
 void model_step(struct interval next)
 {
 	size_t choice = check_below(10);
 
+	if (model_wiped && !check_below(16))
+		wipe_all();
 	if (live_count == model_pages / 3 || (choice < 3 && live_count)) {
 		sub(check_below(live_count));
 	} else if (choice < 7 || model_even) {

@@ -19,6 +19,8 @@ struct interval {
 
 /* All that is registered is marked at once, and nothing else is done, with @even. */
 extern bool model_even;
+/* Beside that all memory is wiped now and then, and a child is to find zeros or a copy. */
+extern bool model_wiped;
 extern size_t model_pages;
 void model_begin(size_t count);
 /* One operation on both; if it is a registration, of @next. */

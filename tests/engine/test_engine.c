@@ -6,6 +6,7 @@
 #include "one_engine.h"
 
 #include <pthread.h>
+#include <time.h>
 
 int ibv_dontfork_range(void *base, size_t size);
 int ibv_dofork_range(void *base, size_t size);
@@ -525,6 +526,62 @@ static void the_list_agrees_with_smaps(void)
 	check_empty();
 }
 
+static double seconds(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+	return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+/* Each registration around the one before; released from the outermost inwards. */
+static void time_nested(size_t count, enum rf_policy policy, double *listed, double *released)
+{
+	struct rf_handle *handles = malloc(count * sizeof(*handles));
+	char *memory = check_map(2 * count);
+	size_t i;
+
+	for (i = 0; i < count; i++)
+		CHECK(rf_register(memory + (count - 1 - i) * check_page, 2 * (i + 1) * check_page,
+				  RF_HELD, policy, &handles[i], &error) == 1);
+	check_fork();
+	*listed = seconds();
+	CHECK(rf_list(NULL, 0) > 0);
+	*listed = seconds() - *listed;
+	*released = seconds();
+	for (i = count; i; i--)
+		check_release(handles[i - 1]);
+	*released = seconds() - *released;
+	check_empty();
+	check_unmap(memory, 2 * count);
+	free(handles);
+}
+
+static void nested_registrations_cost_no_more_each(enum rf_policy policy)
+{
+	const size_t few = check_scale(500), many = 8 * few;
+	double listed_few, listed, released_few, released;
+
+	check_start(check_best_mode());
+	time_nested(few, policy, &listed_few, &released_few);
+	time_nested(many, policy, &listed, &released);
+	/* Generous: eight times as many take eight times as long, or else 64 times. */
+	CHECK(listed < 24 * listed_few + 0.02, "%.4f s for %zu, %.4f for %zu", listed_few, few,
+	      listed, many);
+	CHECK(released < 24 * released_few + 0.02, "%.4f s for %zu, %.4f for %zu", released_few,
+	      few, released, many);
+}
+
+static void many_nested_are_listed_and_released(void)
+{
+	nested_registrations_cost_no_more_each(RF_OMIT);
+}
+
+static void many_nested_that_are_wiped_are_listed_and_released(void)
+{
+	nested_registrations_cost_no_more_each(RF_WIPE);
+}
+
 static void before_the_start_nothing_is_claimed(void)
 {
 	char *memory = check_map(2);
@@ -680,6 +737,8 @@ int main(int argc, char **argv)
 		SCENARIO(untouched_areas_merge_again),
 		SCENARIO(untouched_areas_merge_again_the_second_time),
 		SCENARIO(the_list_agrees_with_smaps),
+		SCENARIO(many_nested_are_listed_and_released),
+		SCENARIO(many_nested_that_are_wiped_are_listed_and_released),
 		SCENARIO(before_the_start_nothing_is_claimed),
 		SCENARIO(a_release_ignores_memory_moved_away),
 		SCENARIO(the_parents_memory_is_the_childs_to_register),

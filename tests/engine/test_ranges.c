@@ -119,7 +119,9 @@ static void registrations_over_many_agree(void)
 	run_shape(anywhere);
 	run_on(MODEL_MANY, anywhere, check_scale(20000));
 	run_on(MODEL_MANY, ascending, check_scale(10000));
-	model_even = false;
+	model_wiped = true;
+	run_on(MODEL_MANY, anywhere, check_scale(20000));
+	model_even = model_wiped = false;
 	run_on(MODEL_MANY, anywhere, check_scale(5000));
 }
 

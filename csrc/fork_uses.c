@@ -144,6 +144,6 @@ const char *rf_malloc_uses(uintptr_t address)
 {
 	if (!is_in_main_heap(address) && !is_in_arena(address))
 		return NULL;
-	return "malloc()'s memory: if another thread calls malloc() while a child is made, the "
-	       "child may die; align the buffer to whole pages";
+	return "malloc()'s memory: if the program has threads, a child may die in fork() or "
+	       "malloc(); align the buffer to whole pages";
 }

@@ -121,8 +121,8 @@ static void the_engine_s_own_data_is_named(void)
 }
 
 static const char of_malloc[] =
-	"malloc()'s memory: if another thread calls malloc() while a child is made, the child "
-	"may die; align the buffer to whole pages";
+	"malloc()'s memory: if the program has threads, a child may die in fork() or malloc(); "
+	"align the buffer to whole pages";
 
 static void needs_glibc_s_malloc(void)
 {

@@ -289,6 +289,13 @@ def test_a_worker_that_dies_is_named(monkeypatch, capsys):
 # ---- the command line -------------------------------------------------------------------
 
 
+def test_a_program_that_cannot_be_started_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    assert main(["demo", "--quick"]) == 2
+    message = "rdmafork demo: /no/such/python: No such file or directory"
+    assert capsys.readouterr().err.splitlines()[-1].endswith(message)
+
+
 def test_version_and_help():
     assert command("--version").stdout == f"rdmafork {rdmafork.__version__}\n"
     helped = command("--help")

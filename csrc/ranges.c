@@ -84,20 +84,23 @@ void rf_ranges_settle(const struct rf_ranges *ranges, uint32_t entry)
 {
 	struct rf_leaf *leaf = rf_ranges_leaf(ranges, entry);
 
-	if (rf_unlikely(rf_ranges_group(ranges, entry)->group.lazy))
+	if (rf_ranges_group(ranges, entry)->group.lazy)
 		settle_group(ranges, entry);
-	if (rf_unlikely(leaf->sum.lazy))
+	if (leaf->sum.lazy)
 		settle_leaf(leaf);
+}
+
+static __attribute__((noinline)) struct rf_cursor first_of(const struct rf_ranges *ranges,
+							   uint32_t entry)
+{
+	return (struct rf_cursor){ rf_ranges_settled(ranges, entry), entry, 0 };
 }
 
 /* Behind the last range of a leaf is the place of the first one of the next leaf. */
 static inline struct rf_cursor over_end(const struct rf_ranges *ranges, struct rf_cursor place)
 {
-	if (place.item < place.leaf->used || place.entry + 1 >= ranges->leaf_count)
-		return place;
-	place.item = 0;
-	place.entry++;
-	place.leaf = rf_ranges_settled(ranges, place.entry);
+	if (place.item == place.leaf->used && place.entry + 1 < ranges->leaf_count)
+		return first_of(ranges, place.entry + 1);
 	return place;
 }
 
@@ -105,6 +108,13 @@ static inline struct rf_cursor next_place(const struct rf_ranges *ranges, struct
 {
 	place.item++;
 	return over_end(ranges, place);
+}
+
+static __attribute__((noinline)) struct rf_cursor
+settle_and_seek(const struct rf_ranges *ranges, uint32_t entry, uintptr_t address)
+{
+	rf_ranges_settle(ranges, entry);
+	return rf_ranges_seek(ranges, address);
 }
 
 struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t address)
@@ -123,8 +133,10 @@ struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t addres
 		else
 			high = middle;
 	}
+	if (rf_unlikely(rf_ranges_waits(ranges, low)))
+		return settle_and_seek(ranges, low, address);
 	cursor.entry = low;
-	cursor.leaf = rf_ranges_settled(ranges, low);
+	cursor.leaf = rf_ranges_leaf(ranges, low);
 	low = 0;
 	high = cursor.leaf->used;
 	while (low < high) {
@@ -134,8 +146,10 @@ struct rf_cursor rf_ranges_seek(const struct rf_ranges *ranges, uintptr_t addres
 		else
 			high = middle;
 	}
+	if (low == cursor.leaf->used && cursor.entry + 1 < ranges->leaf_count)
+		return first_of(ranges, cursor.entry + 1);
 	cursor.item = low;
-	return over_end(ranges, cursor);
+	return cursor;
 }
 
 const struct rf_range *rf_ranges_next(const struct rf_ranges *ranges, struct rf_cursor *cursor)
@@ -465,6 +479,11 @@ static inline struct rf_range *range_at(struct rf_cursor place)
 	return &place.leaf->ranges[place.item];
 }
 
+static inline bool is_at_end(struct rf_cursor place)
+{
+	return place.item == place.leaf->used;
+}
+
 /* A place between two leaves is the end of the first one, if that has room. */
 static inline struct rf_cursor place_with_room(const struct rf_ranges *ranges,
 					       struct rf_cursor place)
@@ -517,12 +536,23 @@ static inline struct rf_cursor insert(struct rf_ranges *ranges, struct rf_cursor
 	return place;
 }
 
+/* The leaf of @place has lost the range that was there, which ended at @end. As erase(). */
+static __attribute__((noinline)) struct rf_cursor
+shrink_leaf(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t end)
+{
+	const uint32_t leaves = ranges->leaf_count;
+
+	leaf_shrunk(ranges, place.entry);
+	if (leaves > ranges->leaf_count)
+		return rf_ranges_seek(ranges, end);
+	return over_end(ranges, place);
+}
+
 /* Take the range at @place out. Returns the place of the next one. */
 static struct rf_cursor erase(struct rf_ranges *ranges, struct rf_cursor place)
 {
 	struct rf_range *range = range_at(place);
 	const struct rf_range *last = place.leaf->ranges + place.leaf->used - 1;
-	const uint32_t leaves = ranges->leaf_count;
 	const uintptr_t end = range->end;
 
 	for (; range < last; range++) {
@@ -534,11 +564,7 @@ static struct rf_cursor erase(struct rf_ranges *ranges, struct rf_cursor place)
 	if (!place.item && place.leaf->used)
 		directory_of(ranges)[place.entry].first = place.leaf->ranges[0].start;
 	forget(ranges, place.leaf, place.entry);
-	if (leaves > 1)
-		leaf_shrunk(ranges, place.entry);
-	if (leaves > ranges->leaf_count)
-		return rf_ranges_seek(ranges, end);
-	return over_end(ranges, place);
+	return ranges->leaf_count > 1 ? shrink_leaf(ranges, place, end) : place;
 }
 
 /* Cut the range at @place in two. Returns the place of the first, which ends at @address. */
@@ -588,13 +614,18 @@ static inline uint8_t mark_behind(const struct rf_ranges *ranges, struct rf_curs
 	return behind->start == range->end ? behind->mark : RF_MARK_NONE;
 }
 
-/* Ranges are inserted and erased without a mark, so edges and bytes are counted here alone. */
-static inline void set_mark(struct rf_ranges *ranges, struct rf_cursor place, uint8_t mark)
+/*
+ * The range at @place bears that @mark for the @old one. Ranges are inserted and erased without a
+ * mark, so edges and bytes are counted here alone.
+ */
+static inline void set_mark(struct rf_ranges *ranges, struct rf_cursor place, uint8_t old,
+			    uint8_t mark)
 {
 	struct rf_range *range = range_at(place);
 	const uint8_t before = mark_before(ranges, place), behind = mark_behind(ranges, place);
-	const uint8_t old = range->mark;
 
+	if (old == mark)
+		return;
 	ranges->mark_edges += (uint32_t)((before != mark) - (before != old) + (behind != mark) -
 					 (behind != old));
 	if (old)
@@ -693,8 +724,7 @@ static inline struct rf_cursor add_range(struct rf_ranges *ranges, struct rf_cur
 	range = range_at(place);
 	*range = (struct rf_range){ .start = start, .end = end, .flags = change->set };
 	range->counts[change->finds] = 1;
-	if (change->remark)
-		set_mark(ranges, place, change->mark);
+	set_mark(ranges, place, RF_MARK_NONE, change->remark ? change->mark : RF_MARK_NONE);
 	return place;
 }
 
@@ -703,16 +733,15 @@ static inline struct rf_cursor change_range(struct rf_ranges *ranges, struct rf_
 					uintptr_t start, uintptr_t end,
 					const struct rf_change *change)
 {
-	uint8_t mark;
+	uint8_t old;
 
 	if (range_at(place)->start < start)
 		place = pass(ranges, cut(ranges, place, start));
 	if (range_at(place)->end > end)
 		place = cut(ranges, place, end);
-	mark = change_piece(ranges, range_at(place), change);
+	old = range_at(place)->mark;
+	set_mark(ranges, place, old, change_piece(ranges, range_at(place), change));
 	forget(ranges, place.leaf, place.entry);
-	if (range_at(place)->mark != mark)
-		set_mark(ranges, place, mark);
 	return place;
 }
 
@@ -737,7 +766,7 @@ void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor place, uintp
 			place = rf_ranges_seek(ranges, stop);
 			continue;
 		}
-		range = rf_ranges_at(place);
+		range = is_at_end(place) ? NULL : range_at(place);
 		if (range && range->start <= start) {
 			stop = range->end < end ? range->end : end;
 			place = change_range(ranges, place, start, stop, change);
@@ -750,7 +779,7 @@ void rf_ranges_change_at(struct rf_ranges *ranges, struct rf_cursor place, uintp
 		place = pass(ranges, place);
 	}
 	/* The range behind the last change may be like it now. */
-	if (rf_ranges_at(place))
+	if (!is_at_end(place))
 		(void)pass(ranges, place);
 	RF_ASSERT(ranges->count <= ranges->capacity);
 }

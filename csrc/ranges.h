@@ -198,13 +198,18 @@ static inline struct rf_leaf *rf_ranges_group(const struct rf_ranges *ranges, ui
 /* Apply the changes that wait for the leaf at @entry and its ranges. */
 void rf_ranges_settle(const struct rf_ranges *ranges, uint32_t entry);
 
+/* Does a change wait for the leaf at @entry? */
+static inline bool rf_ranges_waits(const struct rf_ranges *ranges, uint32_t entry)
+{
+	return rf_ranges_leaf(ranges, entry)->sum.lazy ||
+	       (ranges->leaf_count >= RF_GROUP && rf_ranges_group(ranges, entry)->group.lazy);
+}
+
 static inline struct rf_leaf *rf_ranges_settled(const struct rf_ranges *ranges, uint32_t entry)
 {
-	struct rf_leaf *leaf = rf_ranges_leaf(ranges, entry);
-
-	if (rf_unlikely(leaf->sum.lazy || ranges->leaf_count >= RF_GROUP))
+	if (rf_unlikely(rf_ranges_waits(ranges, entry)))
 		rf_ranges_settle(ranges, entry);
-	return leaf;
+	return rf_ranges_leaf(ranges, entry);
 }
 
 /* The first range that ends after @address. */

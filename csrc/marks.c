@@ -224,18 +224,14 @@ void rf_marks_retry_all(struct rf_tracker *tracker)
 	tracker->retry_at = 0;
 }
 
-void rf_marks_retry_some(struct rf_tracker *tracker)
+void rf_marks_retry_next(struct rf_tracker *tracker)
 {
 	const struct rf_ranges *ranges = &tracker->ranges;
-	struct rf_cursor cursor;
-	const struct rf_range *range;
-	uintptr_t start = tracker->retry_at;
+	const uintptr_t start = tracker->retry_at;
+	struct rf_cursor cursor = rf_ranges_seek(ranges, start);
+	const struct rf_range *range = rf_ranges_at(cursor);
 	unsigned int looked_at = 0;
 
-	if (rf_likely(!ranges->retry))
-		return;
-	cursor = rf_ranges_seek(ranges, start);
-	range = rf_ranges_at(cursor);
 	for (; range && looked_at < LOOKED_AT; range = rf_ranges_next(ranges, &cursor))
 		looked_at++;
 	tracker->retry_at = range ? range->start : 0;

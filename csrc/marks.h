@@ -82,7 +82,13 @@ void rf_marks_clear_all(struct rf_tracker *tracker);
 
 /* Unmark pages the kernel refused before: all, or as many as a release may spend. */
 void rf_marks_retry_all(struct rf_tracker *tracker);
-void rf_marks_retry_some(struct rf_tracker *tracker);
+void rf_marks_retry_next(struct rf_tracker *tracker);
+
+static inline void rf_marks_retry_some(struct rf_tracker *tracker)
+{
+	if (rf_unlikely(tracker->ranges.retry))
+		rf_marks_retry_next(tracker);
+}
 
 /* The rest of rf_marks_have_room(), where the budget is used up. */
 bool rf_marks_touch(const struct rf_tracker *tracker, uintptr_t start, uintptr_t end);

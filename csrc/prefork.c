@@ -116,13 +116,13 @@ static void count_listed(struct rf_tracker *tracker, struct rf_registry *registr
 		next = slot->next;
 		old = (struct rf_extent){ .start = 0 };
 		if (slot->flags & RF_SLOT_COUNTED)
-			rf_tracker_extent(tracker, slot, &old);
+			old = rf_tracker_extent(tracker, slot);
 		rc = rf_ask_ends(tracker, slot);
 		rf_tracker_count_again(tracker, slot, &old, RF_RANGE_DUE, &extent);
 		rf_registry_count(registry, slot);
 		/* Without an answer the slot stays listed, and the next fork asks again. */
 		if (rc >= 0)
-			rf_registry_unlist(registry, index);
+			rf_registry_unlist(registry, slot);
 	}
 }
 
@@ -237,7 +237,7 @@ static int find_whole_pages(struct rf_tracker *tracker, const struct rf_run *run
 	struct rf_slot ends = { .start = run->start, .end = run->end };
 	int rc = rf_ask_ends_alone(tracker, &ends);
 
-	rf_tracker_extent(tracker, &ends, extent);
+	*extent = rf_tracker_extent(tracker, &ends);
 	return rc;
 }
 

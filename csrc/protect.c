@@ -138,7 +138,7 @@ static int ask_and_mark(struct rf_tracker *tracker, struct rf_child_list *list,
 		error->cause = RF_CAUSE_NO_PROC;
 		return rc;
 	}
-	rf_tracker_extent(tracker, slot, &old);
+	old = rf_tracker_extent(tracker, slot);
 	rc = rf_ask_ends(tracker, slot);
 	rf_tracker_count_again(tracker, slot, &old, 0, &extent);
 	if (rc >= 0)
@@ -206,11 +206,10 @@ static void clean_up(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)
 
 static void undo(struct rf_tracker *tracker, struct rf_slot *slot)
 {
-	const struct rf_change less = { .count = -1 };
-	struct rf_extent extent;
+	const struct rf_change less = { .count = -1, .finds = rf_tracker_finds(slot) };
+	struct rf_extent extent = rf_tracker_extent(tracker, slot);
 
-	rf_tracker_extent(tracker, slot, &extent);
-	rf_tracker_count(tracker, slot, &extent, less);
+	rf_tracker_count(tracker, extent, &less);
 	clean_up(tracker, extent.start, extent.end);
 	slot->start_shift = 0;
 	slot->end_shift = 0;
@@ -226,17 +225,16 @@ static __attribute__((noinline)) int protect_by_steps(struct rf_tracker *tracker
 						      const struct rf_run *tried, int refused,
 						      struct rf_error *error)
 {
-	const struct rf_change more = { .count = 1 };
+	const struct rf_change more = { .count = 1, .finds = rf_tracker_finds(slot) };
 	const struct rf_change maybe = { .remark = true, .mark = RF_MARK_DONTFORK };
 	const struct rf_change doubt = { .set = RF_RANGE_DOUBT, .rename = true };
 	bool held = slot->flags & RF_SLOT_HELD;
-	struct rf_extent extent;
+	struct rf_extent extent = rf_tracker_extent(tracker, slot);
 	int rc = refused;
 
 	/* On failure too: memory in doubt that was marked again may be shared by now. */
 	tracker->dirty = true;
-	rf_tracker_extent(tracker, slot, &extent);
-	rf_tracker_count(tracker, slot, &extent, more);
+	rf_tracker_count(tracker, extent, &more);
 	/* madvise() advises part of a range before it refuses. */
 	if (tried)
 		rf_ranges_change(&tracker->ranges, tried->start, tried->end, &maybe);
@@ -247,7 +245,7 @@ static __attribute__((noinline)) int protect_by_steps(struct rf_tracker *tracker
 		rc = mark_runs(tracker, extent.start, extent.end, held, !held);
 	if (rc == -EINVAL)
 		rc = ask_and_mark(tracker, list, slot, forking, error);
-	rf_tracker_extent(tracker, slot, &extent);
+	extent = rf_tracker_extent(tracker, slot);
 	if (rc < 0) {
 		rc = explain(tracker, extent.start, extent.end, rc, error);
 		undo(tracker, slot);
@@ -282,21 +280,42 @@ static bool has_end_like_huge_page(const struct rf_tracker *tracker, const struc
 			 (slot->end & base && !((slot->end + base) & huge & ~base)));
 }
 
-int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf_slot *slot,
-	       unsigned int how, bool *ask, struct rf_error *error)
+/* Mark the run of @seen, and count all. */
+static inline int protect_run(struct rf_tracker *tracker, struct rf_child_list *list,
+			      struct rf_slot *slot, struct rf_extent extent,
+			      const struct look *seen, struct rf_error *error)
 {
 	const struct rf_change marked = {
-		.count = 1, .set = doubt_of(slot), .remark = true, .mark = RF_MARK_DONTFORK
+		.count = 1,
+		.finds = rf_tracker_finds(slot),
+		.set = doubt_of(slot),
+		.remark = true,
+		.mark = RF_MARK_DONTFORK,
 	};
+	int rc;
+
+	tracker->dirty = true;
+	rf_marks_announce(tracker, seen->run.start, seen->run.end);
+	rc = rf_marks_call(tracker, seen->run.start, seen->run.end, MADV_DONTFORK);
+	if (rf_unlikely(rc < 0)) {
+		const struct rf_run tried = seen->run;
+
+		return protect_by_steps(tracker, list, slot, false, &tried, rc, error);
+	}
+	rf_tracker_count_at(tracker, seen->cursor, extent, &marked);
+	return 0;
+}
+
+int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf_slot *slot,
+	       unsigned int how, struct rf_error *error)
+{
 	bool partial = (slot->start | slot->end) & (tracker->kernel->page_size - 1);
 	bool held = slot->flags & RF_SLOT_HELD, fresh;
 	enum shape shape = OTHER;
 	struct rf_extent extent;
 	struct look seen;
-	int rc;
+	int rc, ask;
 
-	error->cause = RF_CAUSE_NONE;
-	*ask = held && partial;
 	/*
 	 * The ends of memory that is not held cannot wait for the next fork: by then they may
 	 * belong to somebody else. Where every page touched is marked, madvise() refuses a part
@@ -308,7 +327,7 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 	      (rf_tracker_trusts(tracker) || has_end_like_huge_page(tracker, slot))) ||
 	     has_marked_end(tracker, slot)))
 		(void)rf_ask_ends_alone(tracker, slot);
-	rf_tracker_extent(tracker, slot, &extent);
+	extent = rf_tracker_extent(tracker, slot);
 	if (rf_likely(!(how & RF_PROTECT_FORKING))) {
 		if (extent.start < extent.end)
 			shape = look(tracker, extent.start, extent.end, &seen);
@@ -317,26 +336,21 @@ int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf
 	}
 	if (how & RF_PROTECT_NOWAIT)
 		return -EAGAIN;
-	if (extent.start >= extent.end)
-		return 0;
 	fresh = shape == ONE_RUN && seen.run.start == extent.start && seen.run.end == extent.end;
-	if (held && !fresh && !partial)
-		*ask = has_marked_end(tracker, slot);
+	ask = held && (partial || (!fresh && has_marked_end(tracker, slot))) ? RF_PROTECT_ASK : 0;
+	if (extent.start >= extent.end)
+		return ask;
 	if (rf_unlikely(how & RF_PROTECT_FORKING))
-		return protect_by_steps(tracker, list, slot, true, NULL, -EINVAL, error);
-	if (rf_unlikely(shape != ONE_RUN ||
-			!rf_marks_have_room(tracker, seen.run.start, seen.run.end) ||
-			(!held && !fresh)))
-		return protect_by_steps(tracker, list, slot, false, NULL, 0, error);
-	if (rf_unlikely(may_stay_marked(tracker, seen.run.start, seen.run.end)))
-		return protect_by_steps(tracker, list, slot, false, NULL, -EINVAL, error);
-	tracker->dirty = true;
-	rf_marks_announce(tracker, seen.run.start, seen.run.end);
-	rc = rf_marks_call(tracker, seen.run.start, seen.run.end, MADV_DONTFORK);
-	if (rf_unlikely(rc < 0))
-		return protect_by_steps(tracker, list, slot, false, &seen.run, rc, error);
-	rf_tracker_count_at(tracker, seen.cursor, slot, &extent, marked);
-	return 0;
+		rc = protect_by_steps(tracker, list, slot, true, NULL, -EINVAL, error);
+	else if (rf_unlikely(shape != ONE_RUN ||
+			     !rf_marks_have_room(tracker, seen.run.start, seen.run.end) ||
+			     (!held && !fresh)))
+		rc = protect_by_steps(tracker, list, slot, false, NULL, 0, error);
+	else if (rf_unlikely(may_stay_marked(tracker, seen.run.start, seen.run.end)))
+		rc = protect_by_steps(tracker, list, slot, false, NULL, -EINVAL, error);
+	else
+		rc = protect_run(tracker, list, slot, extent, &seen, error);
+	return rc < 0 ? rc : ask;
 }
 
 /*
@@ -406,7 +420,7 @@ static inline enum shape look_back(const struct rf_tracker *tracker, uintptr_t s
 			continue;
 		}
 		stop = range->end < end ? range->end : end;
-		if (range->flags & RF_RANGE_RETRY || rf_range_is_unwanted(range))
+		if (range->flags & RF_RANGE_RETRY || rf_range_is_marked_but_shared(range))
 			return OTHER;
 		if (rf_range_count(range) > 1) {
 			/* Those that stay registered may want other bytes for a child. */
@@ -429,14 +443,12 @@ static inline enum shape look_back(const struct rf_tracker *tracker, uintptr_t s
 
 void rf_protect_release(struct rf_tracker *tracker, const struct rf_slot *slot)
 {
-	struct rf_change less = { .count = -1 };
 	const uint32_t edges = tracker->ranges.mark_edges;
-	const uint64_t holes = tracker->hole_bytes;
-	struct rf_extent extent;
+	struct rf_extent extent = rf_tracker_extent(tracker, slot);
+	struct rf_change less;
 	struct look seen;
 	enum shape shape;
 
-	rf_tracker_extent(tracker, slot, &extent);
 	if (extent.start >= extent.end)
 		return;
 	shape = look_back(tracker, extent.start, extent.end, &seen);
@@ -444,9 +456,15 @@ void rf_protect_release(struct rf_tracker *tracker, const struct rf_slot *slot)
 	    rf_marks_call(tracker, seen.run.start, seen.run.end,
 			  rf_marks_undoing(seen.run.mark)) < 0)
 		shape = OTHER;
-	less.remark = shape != OTHER;
-	rf_tracker_count_at(tracker, seen.cursor, slot, &extent, less);
+	less = (struct rf_change){
+		.count = -1,
+		.finds = rf_tracker_finds(slot),
+		.remark = shape != OTHER,
+	};
+	rf_tracker_count_at(tracker, seen.cursor, extent, &less);
 	if (rf_unlikely(shape == OTHER)) {
+		const uint64_t holes = tracker->hole_bytes;
+
 		tracker->dirty = true;
 		if (slot->flags & RF_SLOT_HELD)
 			forget_due(tracker, extent.start, extent.end);

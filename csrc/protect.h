@@ -28,13 +28,16 @@
  */
 #define RF_PROTECT_COVERED	1
 
+/* The next fork has to ask what is mapped at its ends. */
+#define RF_PROTECT_ASK		2
+
 /*
  * Count @slot, which is neither counted nor listed, and mark its pages before
- * returning. *@ask is set if the next fork has to ask what is mapped at its
- * ends. Negative: nothing has changed, and *@error says why.
+ * returning. 0 or one of these. Negative: nothing has changed, and *@error, which names no
+ * cause before, says why.
  */
 int rf_protect(struct rf_tracker *tracker, struct rf_child_list *list, struct rf_slot *slot,
-	       unsigned int how, bool *ask, struct rf_error *error);
+	       unsigned int how, struct rf_error *error);
 
 /* Take a counted slot out and unmark the pages that no registration counts any more. */
 void rf_protect_release(struct rf_tracker *tracker, const struct rf_slot *slot);

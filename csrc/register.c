@@ -74,44 +74,6 @@ static void uncount(struct rf_engine *engine, struct rf_slot *slot)
 	rf_protect_release(&engine->tracker, slot);
 }
 
-/* -EAGAIN: with RF_NOWAIT, where this would have to call the kernel. */
-static int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
-		   unsigned int flags, struct rf_error *error)
-{
-	unsigned int how = rf_window_is_open() ? RF_PROTECT_FORKING : 0;
-	bool lazy = engine->mode == RF_MODE_LAZY && flags & RF_HELD, ask = false;
-	int rc;
-
-	if (slot->start == slot->end)
-		return 0;
-	if (rf_unlikely(slot->policy == RF_KEEP)) {
-		if (flags & RF_NOWAIT && !rf_tracker_trusts(&engine->tracker))
-			return -EAGAIN;
-		return keep(engine, slot, error);
-	}
-	/* In the window no fork handler is to come that would mark it. */
-	if (rf_likely(lazy && !how)) {
-		rf_registry_list(&engine->registry, index);
-		return 0;
-	}
-	how |= flags & RF_NOWAIT ? RF_PROTECT_NOWAIT : 0;
-	/* Memory that is not held puts pages in doubt: first count the slots waiting there. */
-	if (engine->mode == RF_MODE_EAGER && !(flags & (RF_HELD | RF_NOWAIT)))
-		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
-	rc = rf_protect(&engine->tracker, &engine->list, slot, how, &ask, error);
-	/* In the window, refused: the kernel copies it in the fork under way. */
-	if (rc == RF_PROTECT_COVERED || (rc < 0 && lazy && !(how & RF_PROTECT_NOWAIT))) {
-		rf_registry_list(&engine->registry, index);
-		return 0;
-	}
-	if (rc < 0)
-		return rc;
-	slot->flags |= RF_SLOT_COUNTED;
-	if (ask)
-		rf_registry_list(&engine->registry, index);
-	return 0;
-}
-
 /*
  * Take now the room for the bytes that forks must save, so that no fork need ask for memory.
  * A registration that waits has two partial base pages at most, where they are marked.
@@ -152,7 +114,7 @@ static __attribute__((noinline)) void name_lost_pages(const struct rf_engine *en
 	const bool begins = !slot->start_shift && slot->start & mask;
 	const bool ends = !slot->end_shift && slot->end & mask;
 
-	if (slot->start == slot->end || slot->policy == RF_KEEP || !(begins || ends))
+	if (!(begins || ends))
 		return;
 	if (begins && name_page(first, page_size, rf_fork_uses(first, page_size), error))
 		return;
@@ -168,17 +130,62 @@ static __attribute__((noinline)) void name_lost_pages(const struct rf_engine *en
  * The slot is counted, or waits for that. Negative: a fork would have no room for it, and
  * that is undone.
  */
-static inline int settle(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
-			 struct rf_error *error)
+static inline int settle(struct rf_engine *engine, struct rf_slot *slot, struct rf_error *error)
 {
 	if (rf_unlikely(reserve_list(engine) < 0)) {
 		if (slot->flags & RF_SLOT_LISTED)
-			rf_registry_unlist(&engine->registry, index);
+			rf_registry_unlist(&engine->registry, slot);
 		if (slot->flags & RF_SLOT_COUNTED)
 			uncount(engine, slot);
 		error->cause = RF_CAUSE_ENGINE_MEMORY;
 		return -ENOMEM;
 	}
+	return 0;
+}
+
+/* Mark its pages now. */
+static int protect_now(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
+		       unsigned int flags, struct rf_error *error)
+{
+	const bool lazy = engine->mode == RF_MODE_LAZY && flags & RF_HELD;
+	unsigned int how = rf_window_is_open() ? RF_PROTECT_FORKING : 0;
+	int rc;
+
+	how |= flags & RF_NOWAIT ? RF_PROTECT_NOWAIT : 0;
+	/* Memory that is not held puts pages in doubt: first count the slots waiting there. */
+	if (engine->mode == RF_MODE_EAGER && !(flags & (RF_HELD | RF_NOWAIT)))
+		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
+	rc = rf_protect(&engine->tracker, &engine->list, slot, how, error);
+	/* In the window, refused: the kernel copies it in the fork under way. */
+	if (rc < 0 && lazy && !(how & RF_PROTECT_NOWAIT))
+		rc = RF_PROTECT_COVERED;
+	if (rc < 0)
+		return rc;
+	if (rc != RF_PROTECT_COVERED)
+		slot->flags |= RF_SLOT_COUNTED;
+	if (rc)
+		rf_registry_list(&engine->registry, slot, index);
+	rc = settle(engine, slot, error);
+	if (rf_unlikely(rc >= 0 && !rf_tracker_trusts(&engine->tracker)))
+		name_lost_pages(engine, slot, error);
+	return rc;
+}
+
+/* -EAGAIN: with RF_NOWAIT, where this would have to call the kernel. */
+static inline int protect(struct rf_engine *engine, struct rf_slot *slot, uint32_t index,
+			  unsigned int flags, struct rf_error *error)
+{
+	if (slot->start == slot->end)
+		return 0;
+	if (rf_unlikely(slot->policy == RF_KEEP)) {
+		if (flags & RF_NOWAIT && !rf_tracker_trusts(&engine->tracker))
+			return -EAGAIN;
+		return keep(engine, slot, error);
+	}
+	/* In the window no fork handler is to come that would mark it. */
+	if (engine->mode == RF_MODE_EAGER || !(flags & RF_HELD) || rf_window_is_open())
+		return protect_now(engine, slot, index, flags, error);
+	rf_registry_list(&engine->registry, slot, index);
 	return 0;
 }
 
@@ -213,15 +220,11 @@ static int register_entered(uintptr_t start, size_t nbytes, unsigned int flags,
 		return 0;
 	}
 	rc = protect(engine, slot, index, flags, error);
-	if (rc >= 0 && (slot->flags & RF_SLOT_COUNTED || engine->mode == RF_MODE_EAGER))
-		rc = settle(engine, slot, index, error);
 	if (rf_unlikely(rc < 0)) {
-		rf_registry_take_back(&engine->registry, index);
+		rf_registry_take_back(&engine->registry, slot, index);
 		handle->serial = 0;
 		return rc;
 	}
-	if (rf_unlikely(!rf_tracker_trusts(&engine->tracker)))
-		name_lost_pages(engine, slot, error);
 	engine->registered = 1;
 	return 1;
 }
@@ -302,12 +305,12 @@ RF_API int rf_release(struct rf_handle handle, unsigned int flags)
 		rc = -EAGAIN;
 	} else {
 		if (slot->flags & RF_SLOT_LISTED)
-			rf_registry_unlist(&engine->registry, handle.slot);
+			rf_registry_unlist(&engine->registry, slot);
 		if (slot->flags & RF_SLOT_COUNTED)
 			uncount(engine, slot);
 		if (rf_unlikely(flags & RF_UNDO && slot->flags & RF_SLOT_UNPROTECTED))
 			engine->registered--;
-		rf_registry_put(&engine->registry, handle.slot);
+		rf_registry_put(&engine->registry, slot, handle.slot);
 	}
 	rf_leave();
 	return rc;

@@ -53,12 +53,12 @@ struct rf_origin {
 
 struct rf_registry {
 	struct rf_memory slots, origins;
+	uint32_t live;
 	uint32_t touched;	/* slots ever used */
 	uint32_t free_slot;	/* index + 1 */
-	uint32_t live;
 	uint32_t listed;
-	uint32_t waiting;	/* of them, those that are not counted */
 	uint32_t first_listed, last_listed;
+	uint32_t waiting;	/* of those listed, the ones that are not counted */
 	uint64_t last_serial;
 	uint64_t inherited;	/* serials up to here are the parent's */
 	uint64_t page_bytes;	/* of all that live, each rounded to base pages, as VmPin has it */
@@ -126,11 +126,10 @@ static inline struct rf_slot *rf_registry_take(struct rf_registry *registry, uin
 	return slot;
 }
 
-/* Give a slot back that is not listed. */
-static inline void rf_registry_put(struct rf_registry *registry, uint32_t index)
+/* Give @slot back, which is that of @index and not listed. */
+static inline void rf_registry_put(struct rf_registry *registry, struct rf_slot *slot,
+				   uint32_t index)
 {
-	struct rf_slot *slot = rf_registry_slot(registry, index);
-
 	RF_ASSERT(slot->serial && !(slot->flags & RF_SLOT_LISTED));
 	registry->page_bytes -= rf_registry_slot_page_bytes(registry, slot);
 	slot->serial = 0;
@@ -141,16 +140,16 @@ static inline void rf_registry_put(struct rf_registry *registry, uint32_t index)
 }
 
 /* Undo the last rf_registry_take(), before any caller has seen the serial. */
-static inline void rf_registry_take_back(struct rf_registry *registry, uint32_t index)
+static inline void rf_registry_take_back(struct rf_registry *registry, struct rf_slot *slot,
+					 uint32_t index)
 {
-	rf_registry_put(registry, index);
+	rf_registry_put(registry, slot, index);
 	registry->last_serial--;
 }
 
-static inline void rf_registry_list(struct rf_registry *registry, uint32_t index)
+static inline void rf_registry_list(struct rf_registry *registry, struct rf_slot *slot,
+				    uint32_t index)
 {
-	struct rf_slot *slot = rf_registry_slot(registry, index);
-
 	slot->flags |= RF_SLOT_LISTED;
 	slot->next = RF_SLOT_NONE;
 	slot->prev = registry->last_listed;
@@ -170,10 +169,8 @@ static inline void rf_registry_count(struct rf_registry *registry, struct rf_slo
 	slot->flags |= RF_SLOT_COUNTED;
 }
 
-static inline void rf_registry_unlist(struct rf_registry *registry, uint32_t index)
+static inline void rf_registry_unlist(struct rf_registry *registry, struct rf_slot *slot)
 {
-	struct rf_slot *slot = rf_registry_slot(registry, index);
-
 	registry->waiting -= !(slot->flags & RF_SLOT_COUNTED);
 	slot->flags &= (uint8_t)~RF_SLOT_LISTED;
 	if (slot->prev == RF_SLOT_NONE)

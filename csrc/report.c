@@ -37,7 +37,7 @@ static int touched_pages(const struct rf_engine *engine, struct rf_ranges *touch
 				   ? RF_RANGE_DUE
 				   : 0;
 		if (slot->flags & RF_SLOT_COUNTED) {
-			rf_tracker_extent(&engine->tracker, slot, &extent);
+			extent = rf_tracker_extent(&engine->tracker, slot);
 			start = extent.start < start ? extent.start : start;
 			end = extent.end > end ? extent.end : end;
 		}

@@ -34,16 +34,17 @@
 #endif
 
 /*
- * Call the kernel; errno is read here and nowhere else, and put back. Calls that libc makes points
- * of cancellation are made through syscall(), which is none.
+ * Call the kernel; errno is read here and nowhere else, and put back: only a failure sets it. Calls
+ * that libc makes points of cancellation are made through syscall(), which is none.
  */
 #define KERNEL(call)                               \
 	({                                         \
 		const int saved_ = errno;          \
 		__typeof__(call) result_ = (call); \
-		if (result_ == -1)                 \
+		if (result_ == -1) {               \
 			result_ = -errno;          \
-		errno = saved_;                    \
+			errno = saved_;            \
+		}                                  \
 		result_;                           \
 	})
 

@@ -11,10 +11,17 @@ void rf_tracker_init(struct rf_tracker *tracker)
 	rf_ranges_init(&tracker->ranges);
 }
 
-/* The vDSO, which bears no mark, is for madvise() like a huge page or a driver's mapping. */
+/*
+ * The vDSO, which bears no mark, is for madvise() like a huge page or a driver's mapping. Where there
+ * is none (valgrind hides it) the version decides.
+ */
 static bool marks_stay(const struct rf_kernel *kernel)
 {
-	return rf_sys_madvise(getauxval(AT_SYSINFO_EHDR), kernel->page_size, MADV_DOFORK) < 0;
+	const uintptr_t vdso = getauxval(AT_SYSINFO_EHDR);
+
+	if (!vdso)
+		return rf_kernel_parse_version(kernel->release) >= 7000;
+	return rf_sys_madvise(vdso, kernel->page_size, MADV_DOFORK) < 0;
 }
 
 void rf_tracker_start(struct rf_tracker *tracker, const struct rf_kernel *kernel, bool contested)
@@ -47,36 +54,50 @@ void rf_tracker_clear(struct rf_tracker *tracker, bool torn)
 	tracker->reader.fd = -1;
 }
 
-static void count_partial(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
-			  struct rf_change *change)
+struct rf_extent rf_tracker_extent_partial(const struct rf_tracker *tracker,
+					   const struct rf_slot *slot)
 {
-	if (rf_likely(start >= end))
-		return;
-	change->finds = RF_FINDS_COPY;
-	rf_ranges_change(&tracker->ranges, start, end, change);
-	tracker->partial_bytes += (uint64_t)(int64_t)change->count * (end - start);
+	unsigned int first = slot->start_shift ? slot->start_shift : tracker->base_shift;
+	unsigned int last = slot->end_shift ? slot->end_shift : tracker->base_shift;
+	bool partial = !rf_tracker_trusts(tracker);
+	struct rf_extent extent;
+
+	extent.fill_start = rf_up(slot->start, first);
+	extent.fill_end = rf_down(slot->end, last);
+	extent.start = partial || slot->start_shift ? rf_down(slot->start, first)
+						     : extent.fill_start;
+	extent.end = partial || slot->end_shift ? rf_up(slot->end, last) : extent.fill_end;
+	/* It fills no page. */
+	if (extent.fill_start > extent.fill_end)
+		extent.fill_start = extent.fill_end = extent.end;
+	return extent;
 }
 
-void rf_tracker_count_partial(struct rf_tracker *tracker, const struct rf_extent *extent,
+void rf_tracker_count_partial(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
 			      struct rf_change change)
 {
-	count_partial(tracker, extent->start, extent->fill_start, &change);
-	count_partial(tracker, extent->fill_end, extent->end, &change);
+	if (start >= end)
+		return;
+	change.finds = RF_FINDS_COPY;
+	rf_ranges_change(&tracker->ranges, start, end, &change);
+	tracker->partial_bytes += (uint64_t)(int64_t)change.count * (end - start);
 }
 
 void rf_tracker_count_again(struct rf_tracker *tracker, const struct rf_slot *slot,
 			    const struct rf_extent *old, uint8_t flags, struct rf_extent *extent)
 {
-	const struct rf_change more = { .count = 1, .set = flags }, less = { .count = -1 };
+	const uint8_t finds = rf_tracker_finds(slot);
+	const struct rf_change more = { .count = 1, .finds = finds, .set = flags };
+	const struct rf_change less = { .count = -1, .finds = finds };
 
-	rf_tracker_extent(tracker, slot, extent);
+	*extent = rf_tracker_extent(tracker, slot);
 	if (!memcmp(old, extent, sizeof(*old)))
 		return;
 	if (extent->start < extent->end)
-		rf_tracker_count(tracker, slot, extent, more);
+		rf_tracker_count(tracker, *extent, &more);
 	/* Second, so that no page is without a count in between. */
 	if (old->start < old->end)
-		rf_tracker_count(tracker, slot, old, less);
+		rf_tracker_count(tracker, *old, &less);
 }
 
 /* A huge page is advised as a whole, whichever of its parts bear their mark. */

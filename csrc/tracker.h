@@ -81,51 +81,53 @@ struct rf_extent {
 	uintptr_t fill_start, fill_end;
 };
 
-static inline void rf_tracker_extent(const struct rf_tracker *tracker, const struct rf_slot *slot,
-				     struct rf_extent *extent)
-{
-	unsigned int first = slot->start_shift ? slot->start_shift : tracker->base_shift;
-	unsigned int last = slot->end_shift ? slot->end_shift : tracker->base_shift;
-	bool partial = !rf_tracker_trusts(tracker);
+/* The rest of rf_tracker_extent(), where partial pages may be marked. */
+struct rf_extent rf_tracker_extent_partial(const struct rf_tracker *tracker,
+					   const struct rf_slot *slot);
 
-	extent->fill_start = rf_up(slot->start, first);
-	extent->fill_end = rf_down(slot->end, last);
-	extent->start = partial || slot->start_shift ? rf_down(slot->start, first)
-						     : extent->fill_start;
-	extent->end = partial || slot->end_shift ? rf_up(slot->end, last) : extent->fill_end;
-	/* It fills no page. */
-	if (rf_unlikely(extent->fill_start > extent->fill_end))
-		extent->fill_start = extent->fill_end = extent->end;
+static inline struct rf_extent rf_tracker_extent(const struct rf_tracker *tracker,
+						 const struct rf_slot *slot)
+{
+	const uintptr_t start = rf_up(slot->start, tracker->base_shift);
+	const uintptr_t end = rf_down(slot->end, tracker->base_shift);
+
+	if (rf_unlikely(!rf_tracker_trusts(tracker) || slot->start_shift || slot->end_shift))
+		return rf_tracker_extent_partial(tracker, slot);
+	return (struct rf_extent){ start, end, start, end };
 }
 
-/* The rest of rf_tracker_count_at(), where some pages are partial. */
-void rf_tracker_count_partial(struct rf_tracker *tracker, const struct rf_extent *extent,
+/* The content that a registration wants for a child where it fills the pages. */
+static inline uint8_t rf_tracker_finds(const struct rf_slot *slot)
+{
+	return slot->policy == RF_OMIT ? RF_FINDS_NOTHING : RF_FINDS_ZEROS;
+}
+
+/* Count the pages [@start, @end), if there are any, which a registration does not fill. */
+void rf_tracker_count_partial(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
 			      struct rf_change change);
 
 /*
- * Count the pages of @slot by the content it wants for a child, @change.count times. Its
- * .finds is set here. @cursor is that of the first page.
+ * Count the pages of @extent, of which there are some: the partial ones as such, and those that
+ * are filled as @change says, whose .finds is that of rf_tracker_finds(). @cursor is that of the
+ * first page.
  */
 static inline void rf_tracker_count_at(struct rf_tracker *tracker, struct rf_cursor cursor,
-				       const struct rf_slot *slot, const struct rf_extent *extent,
-				       struct rf_change change)
+				       struct rf_extent extent, const struct rf_change *change)
 {
-	if (rf_unlikely(extent->start < extent->fill_start || extent->fill_end < extent->end)) {
-		rf_tracker_count_partial(tracker, extent, change);
-		cursor = rf_ranges_seek(&tracker->ranges, extent->fill_start);
+	if (rf_unlikely(extent.start < extent.fill_start || extent.fill_end < extent.end)) {
+		rf_tracker_count_partial(tracker, extent.start, extent.fill_start, *change);
+		rf_tracker_count_partial(tracker, extent.fill_end, extent.end, *change);
+		if (extent.fill_start >= extent.fill_end)
+			return;
+		cursor = rf_ranges_seek(&tracker->ranges, extent.fill_start);
 	}
-	if (extent->fill_start >= extent->fill_end)
-		return;
-	change.finds = slot->policy == RF_OMIT ? RF_FINDS_NOTHING : RF_FINDS_ZEROS;
-	rf_ranges_change_at(&tracker->ranges, cursor, extent->fill_start, extent->fill_end,
-			    &change);
+	rf_ranges_change_at(&tracker->ranges, cursor, extent.fill_start, extent.fill_end, change);
 }
 
-static inline void rf_tracker_count(struct rf_tracker *tracker, const struct rf_slot *slot,
-				    const struct rf_extent *extent, struct rf_change change)
+static inline void rf_tracker_count(struct rf_tracker *tracker, struct rf_extent extent,
+				    const struct rf_change *change)
 {
-	rf_tracker_count_at(tracker, rf_ranges_seek(&tracker->ranges, extent->start), slot, extent,
-			    change);
+	rf_tracker_count_at(tracker, rf_ranges_seek(&tracker->ranges, extent.start), extent, change);
 }
 
 /* Its ends are known better than when it was counted as @old, or not at all: count it anew. */

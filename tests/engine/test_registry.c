@@ -32,11 +32,26 @@ static struct rf_handle take(void)
 	return (struct rf_handle){ .serial = slot->serial, .slot = index };
 }
 
-static void put(size_t at)
+static void list(struct rf_handle handle)
+{
+	rf_registry_list(&registry, rf_registry_slot(&registry, handle.slot), handle.slot);
+}
+
+static void unlist(struct rf_handle handle)
+{
+	rf_registry_unlist(&registry, rf_registry_slot(&registry, handle.slot));
+}
+
+static void put(uint32_t index)
+{
+	rf_registry_put(&registry, rf_registry_slot(&registry, index), index);
+}
+
+static void put_known(size_t at)
 {
 	if (live[at].listed)
-		rf_registry_unlist(&registry, live[at].handle.slot);
-	rf_registry_put(&registry, live[at].handle.slot);
+		unlist(live[at].handle);
+	put(live[at].handle.slot);
 	dead[dead_count++ % DEAD] = live[at].handle;
 	live[at] = live[--live_count];
 }
@@ -76,16 +91,16 @@ static void random_operations_agree_with_the_model(void)
 			CHECK(live[live_count].handle.serial > newest, "a serial came twice");
 			newest = live[live_count++].handle.serial;
 		} else if (choice < 5 && live_count) {
-			put(check_below(live_count));
+			put_known(check_below(live_count));
 		} else if (live_count) {
 			at = check_below(live_count);
 			slot = rf_registry_slot(&registry, live[at].handle.slot);
 			if (choice == 7)
 				rf_registry_count(&registry, slot);
 			else if (live[at].listed)
-				rf_registry_unlist(&registry, live[at].handle.slot);
+				unlist(live[at].handle);
 			else
-				rf_registry_list(&registry, live[at].handle.slot);
+				list(live[at].handle);
 			live[at].listed ^= choice != 7;
 		}
 		if (op % 1024 == 0 || op < 1000) {
@@ -109,7 +124,7 @@ static void a_stale_handle_never_names_the_slots_new_owner(void)
 
 	rf_registry_init(&registry);
 	first = take();
-	rf_registry_put(&registry, first.slot);
+	put(first.slot);
 	second = take();
 	CHECK(second.slot == first.slot && second.serial != first.serial);
 	CHECK(!rf_registry_find(&registry, first, &why) && why == -ESTALE);
@@ -141,7 +156,7 @@ static void bytes_are_counted_in_whole_pages(void)
 	CHECK(rf_registry_reserve(&registry) == 0);
 	(void)rf_registry_take(&registry, 7 * page + 1, 7 * page + 1, &other);
 	CHECK(registry.page_bytes == 3 * page);
-	rf_registry_put(&registry, index);
+	put(index);
 	CHECK(registry.page_bytes == page);
 	rf_registry_check(&registry);
 	rf_registry_clear(&registry, false);
@@ -172,7 +187,7 @@ static void the_list_keeps_its_order_whatever_leaves_it(void)
 		rf_registry_init(&registry);
 		for (i = 0; i < 4; i++) {
 			handles[i] = take();
-			rf_registry_list(&registry, handles[i].slot);
+			list(handles[i]);
 		}
 		for (i = 0; i < 4; i++) {
 			rf_registry_check(&registry);
@@ -182,7 +197,7 @@ static void the_list_keeps_its_order_whatever_leaves_it(void)
 				CHECK(index + 1 > before);
 				before = index + 1;
 			}
-			rf_registry_unlist(&registry, handles[orders[order][i]].slot);
+			unlist(handles[orders[order][i]]);
 		}
 		rf_registry_check(&registry);
 		CHECK(registry.first_listed == RF_SLOT_NONE);
@@ -205,9 +220,9 @@ static double time_of_pairs(unsigned long pairs)
 
 	while (pairs--) {
 		handle = take();
-		rf_registry_list(&registry, handle.slot);
-		rf_registry_unlist(&registry, handle.slot);
-		rf_registry_put(&registry, handle.slot);
+		list(handle);
+		unlist(handle);
+		put(handle.slot);
 	}
 	return seconds() - from;
 }
@@ -235,7 +250,7 @@ static void a_pair_costs_the_same_with_a_million_live(void)
 	rf_registry_init(&registry);
 	few = time_of_pairs(pairs);
 	for (i = 0; i < many; i++)
-		rf_registry_list(&registry, take().slot);
+		list(take());
 	full = time_of_pairs(pairs);
 	/* Generous: it is about linear against constant. */
 	CHECK(full < 20 * few + 0.05, "%.4f s with none, %.4f s with %lu live", few, full, many);

@@ -499,7 +499,8 @@ static inline struct rf_cursor place_with_room(const struct rf_ranges *ranges,
 }
 
 /* The leaf of @place is full. Returns the same place, with room for a range at @start. */
-static struct rf_cursor split_leaf(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t start)
+static struct rf_cursor split_leaf(struct rf_ranges *ranges, struct rf_cursor place,
+				   uintptr_t start)
 {
 	place = place_with_room(ranges, place);
 	while (place.leaf->used == RF_LEAF_RANGES) {
@@ -510,7 +511,8 @@ static struct rf_cursor split_leaf(struct rf_ranges *ranges, struct rf_cursor pl
 }
 
 /* Make room for a range at @start, before the one at @place. Returns its place, to be filled. */
-static inline struct rf_cursor insert(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t start)
+static inline struct rf_cursor insert(struct rf_ranges *ranges, struct rf_cursor place,
+				      uintptr_t start)
 {
 	struct rf_range *range, *end;
 
@@ -715,8 +717,9 @@ static inline struct rf_cursor pass(struct rf_ranges *ranges, struct rf_cursor p
 }
 
 /* Pages of no range are counted. Returns the place of their range, which is new. */
-static inline struct rf_cursor add_range(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t start,
-				     uintptr_t end, const struct rf_change *change)
+static inline struct rf_cursor add_range(struct rf_ranges *ranges, struct rf_cursor place,
+					 uintptr_t start, uintptr_t end,
+					 const struct rf_change *change)
 {
 	struct rf_range *range;
 
@@ -730,8 +733,8 @@ static inline struct rf_cursor add_range(struct rf_ranges *ranges, struct rf_cur
 
 /* [@start, @end) of the range at @place changes. Returns the place of that part. */
 static inline struct rf_cursor change_range(struct rf_ranges *ranges, struct rf_cursor place,
-					uintptr_t start, uintptr_t end,
-					const struct rf_change *change)
+					    uintptr_t start, uintptr_t end,
+					    const struct rf_change *change)
 {
 	uint8_t old;
 

@@ -12,8 +12,8 @@ void rf_tracker_init(struct rf_tracker *tracker)
 }
 
 /*
- * The vDSO, which bears no mark, is for madvise() like a huge page or a driver's mapping. Where there
- * is none (valgrind hides it) the version decides.
+ * The vDSO, which bears no mark, is for madvise() like a huge page or a driver's mapping. Where
+ * there is none (valgrind hides it) the version decides.
  */
 static bool marks_stay(const struct rf_kernel *kernel)
 {
@@ -65,7 +65,7 @@ struct rf_extent rf_tracker_extent_partial(const struct rf_tracker *tracker,
 	extent.fill_start = rf_up(slot->start, first);
 	extent.fill_end = rf_down(slot->end, last);
 	extent.start = partial || slot->start_shift ? rf_down(slot->start, first)
-						     : extent.fill_start;
+						    : extent.fill_start;
 	extent.end = partial || slot->end_shift ? rf_up(slot->end, last) : extent.fill_end;
 	/* It fills no page. */
 	if (extent.fill_start > extent.fill_end)

@@ -127,7 +127,8 @@ static inline void rf_tracker_count_at(struct rf_tracker *tracker, struct rf_cur
 static inline void rf_tracker_count(struct rf_tracker *tracker, struct rf_extent extent,
 				    const struct rf_change *change)
 {
-	rf_tracker_count_at(tracker, rf_ranges_seek(&tracker->ranges, extent.start), extent, change);
+	rf_tracker_count_at(tracker, rf_ranges_seek(&tracker->ranges, extent.start), extent,
+			    change);
 }
 
 /* Its ends are known better than when it was counted as @old, or not at all: count it anew. */

@@ -263,8 +263,8 @@ static int find_in_table(struct rf_vma_reader *reader, uintptr_t address, struct
 }
 
 /*
- * Each failure may be a sandbox's refusal, with any errno. -ENOENT may be the kernel's answer, above
- * the stack: the text says the same.
+ * Each failure may be a sandbox's refusal, with any errno. -ENOENT may be the kernel's answer,
+ * above the stack: the text says the same.
  */
 static int query(struct rf_vma_reader *reader, uintptr_t address, struct rf_vma *vma)
 {

@@ -222,8 +222,10 @@ static void set(size_t start, size_t end)
 static void wipe_all(void)
 {
 	const struct rf_change wiped = {
-		.remark = true, .mark = RF_MARK_WIPEONFORK,
-		.rename = true, .nature = RF_NATURE_WIPEABLE,
+		.remark = true,
+		.mark = RF_MARK_WIPEONFORK,
+		.rename = true,
+		.nature = RF_NATURE_WIPEABLE,
 	};
 
 	set_as(0, model_pages, &wiped);

@@ -605,7 +605,7 @@ def mappings(start, nbytes):
 def mappings_now():
     """How many there are, once looking at them takes no memory that it did not take before."""
     count = -1
-    while (again := len(smaps())) != count:
+    while (again := Path("/proc/self/maps").read_bytes().count(b"\n")) != count:
         count = again
     return count
 

@@ -266,15 +266,17 @@ def test_a_page_size_the_kernel_does_not_have():
 def test_impossible_sizes_are_refused(nbytes, error, text):
     with pytest.raises(error):  # the first refusal of a process may load the texts of errors
         Buffer(nbytes)
-    before = rdmafork.stats().registrations, mappings_now()
+    registrations, mapped = rdmafork.stats().registrations, mappings_now()
     limits = [resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     cause = r"vm\.overcommit_memory" if set(limits) == {resource.RLIM_INFINITY} else "RLIMIT_"
     match = text and text.format(nbytes, cause=cause)
-    with pytest.raises(error, match=match) as caught:
-        Buffer(nbytes)
+    for _ in range(20):
+        with pytest.raises(error, match=match) as caught:
+            Buffer(nbytes)
     if error is OSError:
         assert caught.value.errno == errno.ENOMEM
-    assert (rdmafork.stats().registrations, mappings_now()) == before
+    assert rdmafork.stats().registrations == registrations
+    assert mappings_now() - mapped < 20  # Python maps some itself now and then, not one each time
 
 
 def test_any_index_may_be_a_size():
@@ -400,8 +402,8 @@ def test_registering_any_part_costs_no_system_call_and_no_mapping(mode, trust):
         parts = [view[i * 5000 : i * 5000 + 9000] for i in range(40)] + [view, buffer]
         held = [None] * len(parts)
         def mappings():
-            with open("/proc/self/maps") as file:
-                return len(file.readlines())
+            with open("/proc/self/maps", "rb") as file:
+                return len(file.read().splitlines())
         def fork():
             pid = os.fork()
             if not pid:

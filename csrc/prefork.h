@@ -2,7 +2,7 @@
 /*
  * Just before a fork: everything registered since the last one, at once.
  *
- *	for all pending: ask ends > count; then in order of address: ask > mark, in batches
+ *	for all pending: ask ends > count; then in order of address: ask > mark
  *
  * Nothing here fails: pages that cannot be marked are left to the kernel's copying.
  */

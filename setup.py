@@ -17,12 +17,11 @@ SOURCES = sorted(glob("csrc/*.c")) + sorted(glob("csrc/preload/*.c"))
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/*.map") + glob("rdmafork/*.pxd"))
 # Flags of the environment come after these. The flags that Python was built with do not come at
 # all: the library knows nothing of Python.
-# Code and constants share a mapping, as each mapping costs a fork time.
 COMMAND = (
     "{CC} -std=gnu11 -O2 -DNDEBUG -Icsrc -fPIC -pthread -fvisibility=hidden "
     "-Wall -Wextra -Wshadow -Werror=implicit-function-declaration {CPPFLAGS} {CFLAGS} "
     "-shared -Wl,-soname,librdmafork.so -Wl,--version-script=csrc/librdmafork.map "
-    "-Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,nodelete -Wl,-z,now -Wl,-z,noseparate-code {LDFLAGS}"
+    "-Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,nodelete -Wl,-z,now {LDFLAGS}"
 )
 UNSET = {"CC": sysconfig.get_config_var("CC"), "CPPFLAGS": "", "CFLAGS": "", "LDFLAGS": ""}
 # For the modules, $CFLAGS replace the flags that Python was built with, which optimize.

@@ -188,7 +188,8 @@ def test_memory_of_malloc_is_named():
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     for block in (libc.malloc(10_000), in_a_thread(lambda: libc.malloc(10_000))):
-        with pytest.warns(SharedPageWarning, match=r"a child may die in fork\(\) or malloc\(\).*Buffer"):
+        text = r"a child may die in fork\(\) or malloc\(\).*Buffer"
+        with pytest.warns(SharedPageWarning, match=text):
             register_address(block + PAGE, 100).close()
 
 

@@ -154,8 +154,11 @@ def pages_in_pool():
 
 @needs_pins
 def test_the_pool_of_huge_pages_is_as_it_was(empty_pool):
-    report = json.loads(command(*SMALL, "--json").stdout)
-    assert pages_in_pool() == 0
+    for _ in range(10):  # a benchmark beside this test may have a pool, which the demo then takes
+        report = json.loads(command(*SMALL, "--json").stdout)
+        assert pages_in_pool() == 0
+        if report["huge_pages"].get("reserved_here"):
+            break
     assert report["huge_pages"]["reserved_here"], report["huge_pages"]
     assert verdicts(report)["huge"] == "ok"
 

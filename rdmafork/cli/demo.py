@@ -275,21 +275,24 @@ def _measure_mode(
 def _hold(report: Report, worker: Worker) -> None:
     """Take the memory, and less, noted in the report, if RLIMIT_MEMLOCK wants it so."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    size = report["size"]["used"]
     while report["pins_forbidden"] is None:
-        size = report["size"]["used"]
         try:
             worker.ask("hold", nbytes=size, pin=True)
+            if size < report["size"]["used"]:
+                report["size"]["used"] = size
+                report["size"]["why"] = "RLIMIT_MEMLOCK (ulimit -l) allows no more to be pinned"
             return
         except OSError as error:
             if error.errno != errno.ENOMEM or limit == resource.RLIM_INFINITY:
                 raise
         # CAP_IPC_LOCK lifts it, but not in a user namespace: only trying tells.
         size = min(size // 2, limit * 7 // 8) >> 20 << 20
-        if size:
-            report["size"]["used"] = size
-            report["size"]["why"] = "RLIMIT_MEMLOCK (ulimit -l) allows no more to be pinned"
-        else:
-            report["pins_forbidden"] = "RLIMIT_MEMLOCK (ulimit -l) is too low to pin 1 MiB"
+        if not size:
+            report["pins_forbidden"] = (
+                "RLIMIT_MEMLOCK (ulimit -l) leaves less than 1 MiB to pin; it counts the pins of "
+                "all processes of a user"
+            )
     worker.ask("hold", nbytes=report["size"]["used"], pin=False)
 
 

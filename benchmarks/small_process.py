@@ -199,7 +199,8 @@ MEASURES: dict[str, Callable[[float], str]] = {
 ROUNDS, FORKS = 6, 100
 QUICK_ROUNDS, QUICK_FORKS = 1, 20
 NBYTES, QUICK_NBYTES = 1 << 30, 64 << 20
-COUNTED = 20  # forks, with QUICK_NBYTES: the system calls are the same
+# Counted with fewer: system calls and instructions are the same.
+COUNTED, COUNTED_NBYTES = 20, 8 << 20
 
 
 class Program:
@@ -240,7 +241,7 @@ class Program:
     def _calls(self, peer: str, pages: str, forks: int) -> dict[str, int]:
         with tempfile.NamedTemporaryFile("r") as output:
             strace = ["strace", "-f", "-c", "-U", "calls,name", "-o", output.name]
-            self._done(peer, pages, forks, QUICK_NBYTES, *strace)
+            self._done(peer, pages, forks, COUNTED_NBYTES, *strace)
             found = re.findall(r"^ *(\d+) (\w+)$", output.read(), re.M)
         return {name: int(number) for number, name in found if name != "total"}
 
@@ -256,7 +257,7 @@ class Program:
 
     def _collected(self, peer: str, pages: str, forks: int) -> list[int]:
         callgrind = [*CALLGRIND, "--toggle-collect=fork"]
-        done = self._done(peer, pages, forks, QUICK_NBYTES, *callgrind)
+        done = self._done(peer, pages, forks, COUNTED_NBYTES, *callgrind)
         found = re.findall(FOUND["valgrind"], done.stderr)
         if len(found) != forks + 1:
             raise Skipped("valgrind counts no instructions here")

@@ -157,8 +157,10 @@ static int protect_now(struct rf_engine *engine, struct rf_slot *slot, uint32_t 
 		rf_prefork_count_waiting(&engine->tracker, &engine->registry);
 	rc = rf_protect(&engine->tracker, &engine->list, slot, how, error);
 	/* In the window, refused: the kernel copies it in the fork under way. */
-	if (rc < 0 && lazy && !(how & RF_PROTECT_NOWAIT))
+	if (rc < 0 && lazy && !(how & RF_PROTECT_NOWAIT)) {
+		error->cause = RF_CAUSE_NONE;
 		rc = RF_PROTECT_COVERED;
+	}
 	if (rc < 0)
 		return rc;
 	if (rc != RF_PROTECT_COVERED)

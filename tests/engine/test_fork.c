@@ -335,6 +335,84 @@ static void a_registration_in_the_window_that_fails_changes_nothing(void)
 	check_release(handle);
 }
 
+/* So many mappings, every other one shared, that the list of areas has to grow. */
+#define ALTERNATE 4096
+#define MARKED (ALTERNATE / 2)
+
+static void map_alternately(void)
+{
+	size_t i;
+
+	early_memory = check_map(ALTERNATE);
+	for (i = 0; i < ALTERNATE; i += 2)
+		CHECK(mmap(early_memory + i * check_page, check_page, PROT_READ | PROT_WRITE,
+			   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+}
+
+/* Each system call fails from the @nth on. 1 or -ENOMEM; *@calls: how many there were. */
+static int register_refused_from(unsigned long nth, unsigned long *calls)
+{
+	struct rf_handle handle;
+	struct rf_error error;
+	int rc;
+
+	*calls = inject_calls();
+	inject_from(nth, ENOMEM);
+	rc = rf_register(early_memory, ALTERNATE * check_page, RF_HELD, RF_OMIT, &handle, &error);
+	inject(0, 0);
+	*calls = inject_calls() - *calls;
+	if (rc == 1) {
+		CHECK(error.cause == RF_CAUSE_NONE, "call %lu: cause %d", nth, error.cause);
+		check_release(handle);
+	} else {
+		CHECK(rc == -ENOMEM && error.cause == RF_CAUSE_ENGINE_MEMORY,
+		      "call %lu: %d, cause %d", nth, rc, error.cause);
+	}
+	return rc;
+}
+
+/* The same in a process of its own, where nothing has grown yet, and the state as before. */
+static int window_refused_from(unsigned long nth, unsigned long *calls)
+{
+	pid_t pid = fork();
+	int rc;
+
+	CHECK(pid >= 0);
+	if (!pid) {
+		__atomic_add_fetch(&rf_window.forks, 1, __ATOMIC_SEQ_CST);
+		rc = register_refused_from(nth, calls);
+		__atomic_sub_fetch(&rf_window.forks, 1, __ATOMIC_SEQ_CST);
+		/* Memory that the kernel refused to unmark is tried again. */
+		check_fork();
+		check_empty();
+		CHECK(check_marked(early_memory, ALTERNATE) == 0);
+		_exit(rc == 1);
+	}
+	rc = check_wait(pid);
+	CHECK(rc == 0 || rc == 1, "call %lu", nth);
+	return rc;
+}
+
+/*
+ * In lazy mode a refused mark is no failure, as the kernel copies. But where the answers to the
+ * questions have made the tables grow, the list has to grow too, and that is refused as well.
+ */
+static void a_registration_in_the_window_refused_twice_changes_nothing(void)
+{
+	unsigned long *calls = (unsigned long *)check_map_shared(1), nth, marks;
+
+	check_needs_lazy();
+	check_start(RF_MODE_LAZY);
+	map_alternately();
+	CHECK(window_refused_from(0, calls) == 1);
+	marks = *calls - MARKED;
+	/* Without the first call, for room that every registration takes. */
+	for (nth = 2; nth < 5; nth++)
+		CHECK(window_refused_from(nth, calls) == 1, "question %lu", nth);
+	for (nth = marks - 4; nth < marks + 4; nth++)
+		CHECK(window_refused_from(nth, calls) == 0, "call %lu", nth);
+}
+
 static void a_fork_that_fails_shuts_the_window(void)
 {
 	struct rlimit none = { 0, 0 };
@@ -569,6 +647,7 @@ int main(int argc, char **argv)
 		SCENARIO(each_process_of_nested_forks_gives_pages_back),
 		SCENARIO_HUGE(a_fork_amid_another_gives_back_the_pages_that_one_marks),
 		SCENARIO(a_registration_in_the_window_that_fails_changes_nothing),
+		SCENARIO(a_registration_in_the_window_refused_twice_changes_nothing),
 		SCENARIO(a_fork_that_fails_shuts_the_window),
 		SCENARIO(errno_passes_through_the_handlers),
 		SCENARIO(errno_is_unchanged_by_every_call),

@@ -7,6 +7,10 @@
 #define _GNU_SOURCE
 #include "check.h"
 #include "engine.h"
+#include "kernel.h"
+
+#include <link.h>
+#include <sys/auxv.h>
 
 /* The first page of [vvar], which the clock is read from. */
 static char *find_vvar(void)
@@ -187,6 +191,55 @@ static void children_keep_shared_huge_pages(void)
 	check_empty();
 }
 
+static char **arguments;
+
+/* Environment and auxiliary vector follow the arguments. */
+static void hide_vdso(void)
+{
+	ElfW(auxv_t) * entry;
+	char **at = arguments;
+
+	while (*at++)
+		;
+	while (*at++)
+		;
+	for (entry = (void *)at; entry->a_type != AT_NULL; entry++)
+		if (entry->a_type == AT_SYSINFO_EHDR)
+			entry->a_type = AT_IGNORE;
+	CHECK(!getauxval(AT_SYSINFO_EHDR));
+}
+
+static bool may_stay_on(const char *release)
+{
+	struct rf_kernel kernel = *rf_kernel();
+	struct rf_tracker tracker;
+
+	snprintf(kernel.release, sizeof(kernel.release), "%s", release);
+	rf_tracker_init(&tracker);
+	rf_tracker_start(&tracker, &kernel, false);
+	return tracker.marks_stay;
+}
+
+/* As under valgrind, which hides it. */
+static void without_a_vdso_the_version_tells_whether_marks_stay(void)
+{
+	const bool stay = check_marks_stay();
+	struct rf_handle handle;
+	char *memory = check_map(4);
+
+	CHECK(may_stay_on("6.18.44") == stay && may_stay_on("7.3.0") == stay);
+	hide_vdso();
+	CHECK(!may_stay_on("5.10.0") && !may_stay_on("6.18.44") && !may_stay_on(""));
+	CHECK(may_stay_on("7.0.0") && may_stay_on("7.3-rc1"));
+	CHECK(may_stay_on(rf_kernel()->release) == stay);
+	check_start(RF_MODE_EAGER);
+	handle = check_register(memory + 100, 2 * check_page, 0);
+	CHECK(!check_child_reads(memory + check_page) && check_child_reads(memory + 99));
+	check_release(handle);
+	CHECK(check_child_reads(memory + check_page));
+	check_empty();
+}
+
 int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
@@ -197,7 +250,9 @@ int main(int argc, char **argv)
 		SCENARIO_HUGE(released_huge_pages_are_told_lazily),
 		SCENARIO_HUGE(released_huge_pages_are_told_eagerly),
 		SCENARIO_HUGE(children_keep_shared_huge_pages),
+		SCENARIO(without_a_vdso_the_version_tells_whether_marks_stay),
 	};
 
+	arguments = argv;
 	return check_run(scenarios, COUNT_OF(scenarios), argc, argv);
 }

@@ -167,6 +167,21 @@ static void child(void)
 }
 
 /*
+ * At exit glibc drops a library's handlers as that library's destructors have run. Those of other
+ * libraries may fork after that, so ours belong to no library. Musl drops none.
+ */
+static void add_handlers(void)
+{
+#ifdef __GLIBC__
+	int __register_atfork(void (*)(void), void (*)(void), void (*)(void), void *library);
+
+	(void)__register_atfork(prepare, parent, child, NULL);
+#else
+	(void)pthread_atfork(prepare, parent, child);
+#endif
+}
+
+/*
  * Make the engine, in our constructor or at a call before that: of several libraries that
  * are preloaded or linked the loader may run another's constructor first.
  */
@@ -183,7 +198,7 @@ static void install(void)
 	    rf_sys_madvise((uintptr_t)page, nbytes, MADV_WIPEONFORK) >= 0)
 		alive = page;
 	engine->generation = 1;
-	pthread_atfork(prepare, parent, child);
+	add_handlers();
 	*alive = 1;
 	__atomic_store_n(&engine->alive, alive, __ATOMIC_RELEASE);
 }

@@ -19,6 +19,7 @@ import pytest
 from conftest import (
     PAGE,
     both_modes,
+    compile_c,
     fork_once,
     fresh,
     libc,
@@ -314,3 +315,72 @@ def test_a_fork_that_fails_within_a_thread_storm(mode):
     scene.check(300)
     allow_processes()
     scene.end()
+
+
+# ---- the end of a program -------------------------------------------------------------------
+
+PROGRAM = """
+#include <rdmafork.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+extern const char *beside, *registered;
+
+int main(void)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+    char *memory = mmap(NULL, 4 * page, PROT_READ | PROT_WRITE, flags, -1, 0);
+    struct rf_handle handle;
+    struct rf_error error;
+
+    memset(memory, 'x', 4 * page);
+    if (rf_fork_init(RF_MODE_AUTO, &error) < 0 ||
+        rf_register(memory + 100, 2 * page, RF_HELD, RF_OMIT, &handle, &error) != 1)
+        return 1;
+    beside = memory;
+    registered = memory + page;
+    return 0;
+}
+"""
+
+LAST = """
+#include <sys/wait.h>
+#include <unistd.h>
+
+const char *beside, *registered;
+
+static int child_that_reads(const char *byte)
+{
+    int status = 0;
+    pid_t child = fork();
+
+    if (!child)
+        _exit(*byte);
+    waitpid(child, &status, 0);
+    return WIFSIGNALED(status) ? -1 : WEXITSTATUS(status);
+}
+
+__attribute__((destructor)) static void at_the_end(void)
+{
+    if (beside)
+        _exit(child_that_reads(beside) == 'x' && child_that_reads(registered) == -1 ? 7 : 8);
+}
+"""
+
+
+@pytest.mark.parametrize("trust", ["0", "1"])
+def test_another_library_s_destructor_may_fork(tmp_path, trust):
+    """It runs after rdmafork's own, as that library was loaded later."""
+    (tmp_path / "program.c").write_text(PROGRAM)
+    (tmp_path / "last.c").write_text(LAST)
+    last = compile_c(tmp_path / "last.so", "-shared", "-fPIC", tmp_path / "last.c")
+    engine = rdmafork.get_library()
+    flags = [f"-I{rdmafork.get_include()}", f"-Wl,-rpath,{os.path.dirname(engine)}:{tmp_path}"]
+    source = [tmp_path / "program.c", engine, last]
+    program = compile_c(tmp_path / "program", *flags, *source)
+    env = {**os.environ, "RDMAFORK_TRUST_COPYING": trust}
+    done = subprocess.run([program], env=env, capture_output=True, text=True)
+    assert done.returncode == 7
+    assert "its parent registered" in done.stderr

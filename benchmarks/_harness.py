@@ -83,6 +83,7 @@ def parser(name: str) -> argparse.ArgumentParser:
         prog=f"python -m {module.__name__}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add_arguments(made)
     if hasattr(module, "add_arguments"):

@@ -76,6 +76,7 @@ def _top() -> _Parser:
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"rdmafork {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")

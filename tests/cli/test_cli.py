@@ -53,6 +53,8 @@ def test_the_version_and_wrong_usage():
          "Did you mean doctor?"),
         ("--versoin", 2, "rdmafork COMMAND", "rdmafork: there is no option --versoin. "
          "Did you mean --version?"),
+        ("--vers", 2, "rdmafork COMMAND", "rdmafork: there is no option --vers. "
+         "Did you mean --version?"),
         ("doctor --strikt", 2, "rdmafork doctor ", "rdmafork doctor: there is no option --strikt. "
          "Did you mean --strict?"),
         ("doctor --stric", 2, "rdmafork doctor ", "rdmafork doctor: there is no option --stric. "

@@ -2,8 +2,11 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
+from conftest import environment
 from test_cli import command
 
 from rdmafork.benchmarks import _harness, _workers
@@ -37,6 +40,13 @@ def test_json_alone_is_all_that_is_printed():
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["benchmark"] == "import_time"
     assert "import_time: " in done.stderr  # how far it is
+
+
+def test_an_abbreviated_option_is_none():
+    program = [sys.executable, "-m", "rdmafork.benchmarks.threads", "--qui"]
+    done = subprocess.run(program, env=environment({}), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("unrecognized arguments: --qui\n")
 
 
 def test_a_missing_directory_is_told_before_it_measures():

@@ -5,7 +5,7 @@ the command in the second paragraph, and describes then the measurement and the 
 names in _peers.py. It has
 
     PARAMETERS   the keys that, with "line", tell its rows apart; the last goes across a table
-    MEASURES     {key: how it is printed}
+    MEASURES     {key: how it is printed, or None: a time, in the unit that its key ends in}
     FLOOR        the peer that the others are divided by
     measure(options, progress) -> Result
     plot(document, directory) -> the files written; from the JSON, to be drawn again any time
@@ -21,7 +21,7 @@ import os
 import pkgutil
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ from ._workers import Skips, WorkerError
 
 Row = dict[str, Any]
 Document = dict[str, Any]
+Measures = dict[str, Callable[[float], str] | None]
 
 
 class Result(NamedTuple):

@@ -49,7 +49,7 @@ def titled(measure: str) -> str:
 
 
 def printer(measure: str, printed: Any, values: Iterable[Any]) -> Callable[[float], str]:
-    """A function that prints these: times all in one unit, others as the benchmark has it."""
+    """A function that prints these: times all in one unit, others by printed()."""
     ns = _NS.get(measure.rpartition("_")[2])
     if ns is None:
         return lambda value: str(printed(value))

@@ -11,14 +11,12 @@ it reads /proc/self/smaps; rdmafork in both modes.
 import argparse
 import ctypes
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import rdmafork
-from rdmafork.cli import terminal
 
 from . import _plots
-from ._harness import Document, Result, Row, main, summary
+from ._harness import Document, Measures, Result, Row, main, summary
 from ._peers import (
     FLOOR,
     PAGE,
@@ -33,7 +31,7 @@ from ._progress import Progress
 from ._workers import Skipped, Skips, ask_all, interleave, started
 
 PARAMETERS = ("of", "amount")
-MEASURES: dict[str, Callable[[float], str]] = {"pair_ns": terminal.nanoseconds}
+MEASURES: Measures = {"pair_ns": None}
 PEERS = (FLOOR, "libibverbs", "libibverbs, huge pages safe", "rdmafork eager", "rdmafork lazy")
 MAPPINGS, RESIDENT = "mappings", "resident MiB"
 BUDGET_NS = 2_000_000

@@ -17,7 +17,7 @@ import ctypes
 import mmap
 import resource
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from time import process_time_ns
 from typing import Any
@@ -27,7 +27,7 @@ from rdmafork import _pins
 from rdmafork.cli import terminal
 
 from . import _plots, _tables
-from ._harness import Document, Result, Row, main
+from ._harness import Document, Measures, Result, Row, main
 from ._measures import middle, quartiles, rounded, summary
 from ._peers import (
     COPIED,
@@ -45,11 +45,11 @@ from ._progress import Progress
 from ._workers import Environment, Skips, ask_all, interleave, started
 
 PARAMETERS = ("memory", "pages")
-MEASURES: dict[str, Callable[[float], str]] = {
-    "fork_us": lambda us: terminal.milliseconds(us * 1e3),  # until fork() has returned
-    "processor_us": lambda us: terminal.milliseconds(us * 1e3),  # of parent and child, to its end
-    "saved_ns": "{:,.0f} ns".format,  # of that, by each mark
-    "mark_ns": terminal.nanoseconds,  # to mark a run, and to unmark it
+MEASURES: Measures = {
+    "fork_us": None,  # until fork() has returned
+    "processor_us": None,  # of parent and child, to its end
+    "saved_ns": None,  # of that, by each mark
+    "mark_ns": None,  # to mark a run, and to unmark it
     "marked": "{:.0%}".format,  # of the runs
 }
 TITLES = {

@@ -22,7 +22,7 @@ from rdmafork.cli import machine, terminal
 
 from . import _plots, _tables
 from ._forks import Situation, Worker
-from ._harness import Document, Result, Row, main
+from ._harness import Document, Measures, Result, Row, main
 from ._measures import summary
 from ._peers import FLOOR, HUGE, PAGE, WAYS, environments
 from ._pool import huge_pages
@@ -35,21 +35,17 @@ LARGE = 64 << 20  # buffers from this size on are alone; smaller ones are many
 OFFSET = 100  # of one of many in its first page: two pages are edges
 
 
-def microseconds(value: float) -> str:
-    return terminal.milliseconds(value * 1e3)
-
-
 def mib(value: float) -> str:
     return f"{value / (1 << 20):,.1f} MiB"
 
 
 PARAMETERS = ("pages", "buffer_bytes", "ranges")
-MEASURES = {
-    "first_fork_us": microseconds,  # until fork() has returned in the parent, all just registered
-    "fork_us": microseconds,  # and once more
-    "child_us": microseconds,  # until it has in the child
-    "exec_us": microseconds,  # until a child that runs a program has ended
-    "work_us": microseconds,  # until one that writes to memory has
+MEASURES: Measures = {
+    "first_fork_us": None,  # until fork() has returned in the parent, all just registered
+    "fork_us": None,  # and once more
+    "child_us": None,  # until it has in the child
+    "exec_us": None,  # until a child that runs a program has ended
+    "work_us": None,  # until one that writes to memory has
     "child_rss_bytes": mib,
     "child_own_bytes": mib,  # bytes it shares with no process
     "system_bytes": mib,  # anonymous and huge pages that are in use while it lives

@@ -21,14 +21,14 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rdmafork.cli import terminal
 
 from . import _plots
-from ._harness import Document, Result, Row, main, summary
+from ._harness import Document, Measures, Result, Row, main, summary
 from ._instructions import Counted
 from ._peers import FLOOR, HUGE, HUGETLB, PAGE, WAYS, calibrated, environments, private_memory
 from ._pool import huge_pages
@@ -37,8 +37,8 @@ from ._workers import Skipped, Skips, ask_all, interleave, started
 
 PEERS = environments(name for name, way in WAYS.items() if way.pairs)
 PARAMETERS = ("situation", "nbytes")
-MEASURES: dict[str, Callable[[float], str]] = {
-    "pair_ns": terminal.nanoseconds,
+MEASURES: Measures = {
+    "pair_ns": None,
     "system_calls": "{:g}".format,
     "instructions": "{:,.0f}".format,
 }

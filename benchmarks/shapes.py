@@ -19,7 +19,7 @@ counts; and how many times as long as with half the number the slowest of all ta
 
 import argparse
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
@@ -29,7 +29,7 @@ from rdmafork import _pins
 from rdmafork.cli import terminal
 
 from . import _plots, _tables
-from ._harness import Document, Result, Row, main
+from ._harness import Document, Measures, Result, Row, main
 from ._measures import rounded, summary
 from ._peers import ENGINES, available, in_turns
 from ._pool import huge_pages
@@ -39,23 +39,23 @@ from ._shapes import PEERS as PEERS
 from ._workers import Skipped, Skips, started
 
 
-def microseconds(value: float) -> str:
-    return terminal.milliseconds(value * 1e3)
+def times_as_long(value: float) -> str:
+    return terminal.ratio(value, 1)
 
 
 PARAMETERS = ("shape", "count")
-MEASURES: dict[str, Callable[[float], str]] = {
-    "register_ns": terminal.nanoseconds,  # each
-    "first_fork_us": microseconds,
-    "first_child_us": microseconds,
-    "fork_us": microseconds,
-    "child_us": microseconds,
+MEASURES: Measures = {
+    "register_ns": None,  # each
+    "first_fork_us": None,
+    "first_child_us": None,
+    "fork_us": None,
+    "child_us": None,
     "engine_bytes": terminal.size,
-    "fork_times": "{:.2f}x".format,  # the floor's
-    "child_times": "{:.2f}x".format,
+    "fork_times": times_as_long,  # the floor's
+    "child_times": times_as_long,
     "first_ns_each": terminal.nanoseconds,  # of the first fork, beyond a later one
-    "growth": "{:.2f}x".format,  # of the fork that grows most, with twice the count
-    "register_growth": "{:.2f}x".format,  # of the time that all registrations take
+    "growth": times_as_long,  # of the fork that grows most, with twice the count
+    "register_growth": times_as_long,  # of the time that all registrations take
 }
 FORKS = ("first_fork_us", "first_child_us", "fork_us", "child_us")
 ROUNDS, QUICK = 7, 1

@@ -18,15 +18,13 @@ import random
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import rdmafork
 from rdmafork import _pins
-from rdmafork.cli import terminal
 
 from . import _compiled, _plots
-from ._harness import Document, Result, Row, main
+from ._harness import Document, Measures, Result, Row, main
 from ._instructions import CALLGRIND, FOUND
 from ._measures import rounded
 from ._peers import FLOOR, WAYS
@@ -180,15 +178,9 @@ PEERS: dict[str, tuple[str, Environment]] = {
     "rdmafork eager": ("0", WAYS["rdmafork eager"].environment),
     "rdmafork whole pages": ("100", WAYS["rdmafork whole pages"].environment),
 }
-
-
-def microseconds(value: float) -> str:
-    return terminal.milliseconds(value * 1e3)
-
-
-MEASURES: dict[str, Callable[[float], str]] = {
-    "fork_us": microseconds,
-    "child_us": microseconds,
+MEASURES: Measures = {
+    "fork_us": None,
+    "child_us": None,
     "parent_faults": "{:,}".format,
     "child_faults": "{:,}".format,
     "mappings": "{:,}".format,

@@ -10,18 +10,17 @@ system calls alone (the floor), libibverbs, rdmafork in both modes, memoryview(b
 
 import argparse
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter_ns
 
 from . import _plots
-from ._harness import Document, Result, Row, main, summary
+from ._harness import Document, Measures, Result, Row, main, summary
 from ._peers import FLOOR, PAGE, WAYS, calibrated, environments, private_memory
 from ._progress import Progress
 from ._workers import Skips, interleave, started
 
 PARAMETERS = ("ranges", "threads")
-MEASURES: dict[str, Callable[[float], str]] = {"pairs_per_second": "{:,.0f}".format}
+MEASURES: Measures = {"pairs_per_second": "{:,.0f}".format}
 PEERS = (
     FLOOR,
     "libibverbs",

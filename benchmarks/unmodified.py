@@ -124,7 +124,7 @@ def plot(document: Document, directory: Path) -> list[Path]:
             name = f"{bar['program']} ({terminal.size(bar['registered_bytes'])}), {bar['line']}"
             axis.barh(name, value, height=0.6, color=colours[bar["line"]])
             axis.annotate(
-                terminal.milliseconds(bar["fork_ns"]["median"]), (value, at),
+                terminal.duration(bar["fork_ns"]["median"]), (value, at),
                 xytext=(4, 0), textcoords="offset points", va="center", fontsize=7,
             )  # fmt: skip
         axis.set_xscale("log")

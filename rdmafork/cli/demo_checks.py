@@ -109,7 +109,7 @@ def _forked(seen: dict[str, Any]) -> Seen:
         return None
     if "error" in seen:
         return False, seen["error"]
-    return seen["ratio"] <= FORK_LIMIT, f"{seen['ratio']:.2f}x"
+    return seen["ratio"] <= FORK_LIMIT, terminal.ratio(seen["ratio"], 1)
 
 
 def _uncopied(own: int | None, baseline: int | None, allowed: int) -> Seen:
@@ -143,4 +143,4 @@ def _forked_huge(seen: dict[str, Any] | None) -> Seen:
         return None
     if lost := lost_pages(outcome["exchange"]):
         return False, f"{lost} pages lost"
-    return True, terminal.milliseconds(outcome["ns"])
+    return True, terminal.duration(outcome["ns"])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rdmafork.cli.demo_checks import MODES, lost_pages
-from rdmafork.cli.terminal import WIDTH, Paint, counted, durations, milliseconds, ratio, size
+from rdmafork.cli.terminal import WIDTH, Paint, counted, duration, durations, ratio, size
 
 Report = dict[str, Any]
 
@@ -147,7 +147,7 @@ def _huge(report: Report) -> Iterator[str]:
 def _outcome(outcome: dict[str, Any]) -> str:
     if "ns" not in outcome:
         return f"   fails: {outcome['text']}"
-    return f"{milliseconds(outcome['ns']):>11}{_lost(outcome.get('exchange'))}"
+    return f"{duration(outcome['ns']):>11}{_lost(outcome.get('exchange'))}"
 
 
 def _lost(exchange: dict[str, int] | None) -> str:

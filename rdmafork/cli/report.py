@@ -150,7 +150,7 @@ def _cells(process: Process) -> list[str]:
         terminal.printable(process.program)[:_NAME],
         f"{process.registrations:,}",
         f"{process.forks:,}",
-        terminal.milliseconds(process.handler_max_ns),
+        terminal.duration(process.handler_max_ns),
         terminal.size(process.marked_bytes),
         terminal.size(process.unmarked_bytes),
     ]
@@ -165,7 +165,7 @@ def _line(cells: Iterable[str], widths: list[int]) -> str:
 def _sentence(totals: Totals) -> str:
     forks = terminal.counted(totals.forks, "fork")
     if totals.forks:
-        each = terminal.milliseconds(totals.handler_ns / totals.forks)
+        each = terminal.duration(totals.handler_ns / totals.forks)
         forks += f" with {each} in handlers each"
     return (
         f"{terminal.counted(totals.processes, 'process')} on "

@@ -115,9 +115,9 @@ def counted(count: int, noun: str) -> str:
     return f"{f'{count:,}' if count else 'no'} {noun}{'' if count == 1 else plural}"
 
 
-def milliseconds(ns: float) -> str:
-    ms = ns / 1e6
-    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.2f} ms"
+def duration(ns: float) -> str:
+    """One by itself: "2,651 ms", "0.25 ms", "4.20 us". For a column there is durations()."""
+    return f"{digits(ns / 1e6)} ms" if ns >= 1e5 else f"{digits(ns / 1e3)} us"
 
 
 def nanoseconds(ns: float) -> str:

@@ -74,6 +74,12 @@ def test_a_process_has_a_row_and_rows_are_by_rank(report):
     assert "12  os_fork in python3.11" in text
 
 
+def test_short_times_in_handlers_are_no_zeros(report):
+    _, lines, _ = report([line(0, handler_ns={"total": 12_000, "max": 4_200})])
+    assert " 4.20 us " in lines[1]
+    assert "4 forks with 3.00 us in handlers each" in " ".join(lines)
+
+
 def test_without_forks_there_is_no_time_in_handlers(report):
     _, lines, _ = report([line(0, forks=0)])
     assert "1 process on 1 host: 100 registrations, no forks; 4 GiB marked" in " ".join(lines)

@@ -417,8 +417,15 @@ def test_sizes_are_printed_in_units():
         "36 KiB",
         "1 GiB",
     ]
-    assert terminal.milliseconds(254_000) == "0.25 ms"
-    assert terminal.milliseconds(2_650_881_000) == "2,651 ms"
+    times = (2_650_881_000, 12_340_000, 254_000, 99_000, 4_200, 0)
+    assert [terminal.duration(ns) for ns in times] == [
+        "2,651 ms",
+        "12.3 ms",
+        "0.25 ms",
+        "99.0 us",
+        "4.20 us",
+        "0 us",
+    ]
     assert terminal.nanoseconds(3899.4) == "3,899 ns"
     assert [terminal.ratio(a, 100) for a in (104, 196_300, 0.4, 50)] == [
         "1.04x",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -44,6 +44,10 @@ _PROGRAMS = frozenset(
         *(f"mpiexec.{mpi}" for mpi in ("openmpi", "mpich", "hydra")),
     )
 )
+# Modules that do, run by python -m.
+_MODULES = frozenset(
+    ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+)
 # Commands that start the program that their arguments name.
 _WRAPPERS = frozenset(
     (
@@ -60,7 +64,21 @@ def launcher(command: Sequence[str]) -> str | None:
     while name in _WRAPPERS:
         # A wrapper's options, and what belongs to them, are no programs.
         name = next((os.path.basename(word) for word in words if shutil.which(word)), "")
-    return name if name in _PROGRAMS else None
+    if re.fullmatch("python[0-9.]*", name):
+        name = _module(words)
+    return name if name in _PROGRAMS | _MODULES else None
+
+
+def _module(arguments: Iterator[str]) -> str:
+    """The module that these arguments of Python's name with -m; "": they name none."""
+    for word in arguments:
+        if word.startswith("-m"):
+            return word[2:] or next(arguments, "")
+        if word in ("-W", "-X"):
+            next(arguments, None)  # their value
+        elif word in ("-c", "-") or not word.startswith("-"):
+            break
+    return ""
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Rank | None:

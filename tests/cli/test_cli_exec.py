@@ -98,6 +98,15 @@ def test_before_a_launcher_it_says_where_it_belongs(tmp_path, name, wrapper):
     assert not execute("--", *wrapper, str(launcher), env=rank).stderr
 
 
+def test_before_a_launcher_that_is_a_module_it_says_where_it_belongs(tmp_path):
+    (tmp_path / "torch/distributed").mkdir(parents=True)
+    (tmp_path / "torch/distributed/run.py").write_text("print('launched')")
+    command = [sys.executable, "-m", "torch.distributed.run", "x.py"]
+    done = execute("--", *command, env={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (0, "launched\n")
+    assert done.stderr.startswith("rdmafork exec: torch.distributed.run launches other processes")
+
+
 @pytest.mark.parametrize("wrapper", [(), ("env", "X=1"), ("timeout", "-s", "KILL", "60")])
 def test_a_program_with_the_name_of_a_launcher_among_its_arguments_is_none(wrapper):
     done = execute("--", *wrapper, "echo", "mpirun", "nice", "srun")

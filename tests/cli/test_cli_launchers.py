@@ -7,7 +7,7 @@ import pytest
 from mpi import mpirun
 
 from rdmafork.cli import launchers
-from rdmafork.cli.launchers import Rank, file_name, launched, prefix
+from rdmafork.cli.launchers import Rank, file_name, launched, launcher, prefix
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,27 @@ from rdmafork.cli.launchers import Rank, file_name, launched, prefix
 )
 def test_the_rank_is_the_launchers(env, expected):
     assert launched(env) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("torchrun x.py", "torchrun"),
+        ("python -m torch.distributed.run --nproc-per-node 2 x.py", "torch.distributed.run"),
+        ("python3 -u -W ignore -mtorch.distributed.launch x.py", "torch.distributed.launch"),
+        ("env A=1 /opt/bin/python3.11 -m torch.distributed.run", "torch.distributed.run"),
+        ("python -m mpi4py.run x.py", None),
+        ("python x.py -m torch.distributed.run", None),
+        ("python -c pass -m torch.distributed.run", None),
+        ("python - -m torch.distributed.run", None),
+        ("python -m", None),
+        ("python", None),
+        ("", None),
+    ],
+)
+def test_a_command_that_launches_ranks_is_known(monkeypatch, command, name):
+    monkeypatch.setattr("shutil.which", lambda word: word if "python" in word else None)
+    assert launcher(command.split()) == name
 
 
 def test_names_have_rank_and_host(monkeypatch):

@@ -22,6 +22,7 @@ examples:
   rdmafork report r.rank*.json --all          all processes, not the first 20
   rdmafork report r.rank*.json --json | jq .totals
   rdmafork report - < log                     names lines that are not reports
+  rdmafork report r.json | c++filt            C++ names as the source has them
 
 columns:
   regs       registrations made

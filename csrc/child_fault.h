@@ -17,7 +17,8 @@
  * not ours: the kernel raises it where something is mapped. Of reserved memory that the child
  * has unmapped nothing is said either. Two things cannot be told from pages as the fork left
  * them: a PROT_NONE mapping of the program's own where an area was reserved, and, where none
- * was, memory that the child has mapped and unmapped there. The line names the registration.
+ * was, memory that the child has mapped and unmapped there. A fault there names the registration,
+ * too.
  *
  * A signal that was sent is not explained, but it puts the action back: the program's handler
  * is to run with its own mask and flags, so the kernel must call it. Ours is not in front after

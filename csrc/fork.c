@@ -146,6 +146,7 @@ static void child(void)
 	struct rf_own_forks *here;
 	int depth;
 
+	/* Where no page can be wiped, this handler alone says that this is a child. */
 	rf_engine.unwiped = 0;
 	/* rf_notice_child() would read the wiped page first, which is a page fault more. */
 	(void)rf_become_child();

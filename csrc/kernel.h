@@ -25,7 +25,7 @@
  */
 const struct rf_kernel *rf_kernel(void);
 
-/* Would its copying be trusted? The last rf_kernel_distrust() is in force. */
+/* Would its copying be trusted after rf_kernel_distrust(@distrusted)? Nothing changes. */
 bool rf_kernel_would_trust(bool distrusted);
 
 /* Trust as judged from now on, or none if @distrusted. */

@@ -67,7 +67,7 @@ int rf_marks_set(struct rf_tracker *tracker, const struct rf_run *run, uint8_t m
  */
 void rf_marks_clear(struct rf_tracker *tracker, const struct rf_run *run);
 
-/* The same for the ranges that @belongs() picks in [@start, @end): none that stay marked. */
+/* The same for the ranges that @belongs() picks in [@start, @end): it must pick none that stays. */
 void rf_marks_clear_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *));
 

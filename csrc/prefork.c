@@ -28,7 +28,7 @@ struct marking {
 	unsigned int refused;
 	bool may_wipe;
 	bool lacking;		/* the kernel grants no more VMAs */
-	bool full;		/* it does not, or has refused too much */
+	bool full;		/* lacking, or too many refusals: mark no more */
 };
 
 /* ---- Which ranges ---- */

@@ -275,8 +275,8 @@ static void leaf_join(struct rf_ranges *ranges, uint32_t entry)
 	leaf_remove(ranges, entry + 1);
 }
 
-/* Few ranges are in it. An only leaf stays, empty or not: registrations come again. */
-static void leaf_shrunk(struct rf_ranges *ranges, uint32_t entry)
+/* The leaf at @entry, one of several, has lost a range: it goes if it is empty, or joins others. */
+static void leaf_tidy(struct rf_ranges *ranges, uint32_t entry)
 {
 	if (!rf_ranges_settled(ranges, entry)->used) {
 		leaf_remove(ranges, entry);
@@ -544,7 +544,7 @@ shrink_leaf(struct rf_ranges *ranges, struct rf_cursor place, uintptr_t end)
 {
 	const uint32_t leaves = ranges->leaf_count;
 
-	leaf_shrunk(ranges, place.entry);
+	leaf_tidy(ranges, place.entry);
 	if (leaves > ranges->leaf_count)
 		return rf_ranges_seek(ranges, end);
 	return over_end(ranges, place);
@@ -566,6 +566,7 @@ static struct rf_cursor erase(struct rf_ranges *ranges, struct rf_cursor place)
 	if (!place.item && place.leaf->used)
 		directory_of(ranges)[place.entry].first = place.leaf->ranges[0].start;
 	forget(ranges, place.leaf, place.entry);
+	/* An only leaf stays, empty or not: registrations come again. */
 	return ranges->leaf_count > 1 ? shrink_leaf(ranges, place, end) : place;
 }
 

@@ -101,10 +101,12 @@ struct rf_range {
 #define RF_RANGE_TRIES	8
 
 #define RF_LEAF_RANGES	31
+/* Two neighbours that have so many together, or fewer, become one leaf. */
 #define RF_LEAF_JOIN	23
 /* Leaves are grouped by their place in the directory. */
 #define RF_GROUP	16
 
+/* Room beyond that of the registrations: see rf_ranges_reserve(). */
 #define RF_RANGES_SPARE	64
 
 /* The common properties of some ranges, and how much more each of them is to be counted. */

@@ -150,7 +150,10 @@ struct rf_run {
 bool rf_tracker_next_run(const struct rf_tracker *tracker, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *), struct rf_run *run);
 
-/* The same where @belongs() picks nothing that steadily bears a mark it wants: many at a time. */
+/*
+ * The same, and faster: ranges that steadily bear a mark they want are passed over, many at a time,
+ * so @belongs() must pick none of them.
+ */
 bool rf_tracker_next_odd(const struct rf_tracker *tracker, uintptr_t end,
 			 bool (*belongs)(const struct rf_range *), struct rf_run *run);
 

@@ -4,9 +4,9 @@
  *
  * Linux 6.11 answers one address at a time (PROCMAP_QUERY, half a microsecond).
  * Before, and in a sandbox that refuses the question, /proc/self/maps is read as text,
- * once for a round of questions. It does
- * not know page sizes, so a mapping that could be hugetlb (private, of a file,
- * aligned to a huge page at both ends) is looked up in smaps, which is slow.
+ * once for a round of questions. It does not know page sizes, so a mapping that could
+ * be hugetlb (private, of a file, aligned to a huge page at both ends) is looked up in
+ * smaps, which is slow.
  *
  * /proc is opened anew for every round: a descriptor kept open answers for the
  * parent in a child, and its number may be another's by then. "thread-self" is right in

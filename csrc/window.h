@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
  * The forks under way: each is in the window from its prepare handler to its parent handler.
- * Atomic, and of no lock: a registration reads it under the engine's, the gate of the loader
- * under none. Of its own forks a thread knows more, and so does the child of one.
+ * Atomic, and under no lock: a registration reads it with the engine's lock, the loader gate
+ * without one. A thread has more words about its own forks, and its child inherits them.
  *
  * After a fork the first store to a page copies it, which takes a twentieth of a small
  * process's fork. So the first thread that forks, which is mostly the only one, has its forks
@@ -17,8 +17,8 @@
 #include <stdbool.h>
 
 /*
- * Of one thread: a signal handler may fork in another library's fork handler. A child has its
- * thread's.
+ * The forks of one thread: several, where a signal handler forks in another library's fork
+ * handler. A child has those of the thread that made it.
  */
 struct rf_own_forks {
 	int depth;		/* its forks under way */

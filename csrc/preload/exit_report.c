@@ -163,7 +163,7 @@ static void put_warnings(struct rf_json *json)
 			rf_json_string(json, NULL, report.warning[i].line);
 }
 
-/* ---- At a fork, and as it ends ---- */
+/* ---- At a fork ---- */
 
 /*
  * Bytes that are pinned and not registered here; at least so many, as not all that is

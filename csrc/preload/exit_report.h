@@ -27,14 +27,16 @@ void rf_exit_report_begin(bool on);
 void rf_exit_report_failure(int rc, const struct rf_error *error);
 
 /*
- * ibv_dontfork_range() has registered [@start, @end), and its caller cannot see @error, which
- * names other memory there: say so, once for each text, in the same places. errno is left alone.
+ * ibv_dontfork_range() has registered memory on a page that fork() or malloc() uses, as @error
+ * says, which its caller cannot see: say it, once for each text, in the same places. errno is left
+ * alone.
  */
 void rf_exit_report_shared_page(const struct rf_error *error);
 
 /*
- * In a child's handler: the device that its parent has open it has not. If something is then
- * registered through libibverbs, and it has opened none itself, say so once, in the same places.
+ * In a child's handler: the child does not have the device that its parent has open. If the child
+ * registers something through libibverbs without a device of its own, say so once, in the same
+ * places.
  */
 void rf_exit_report_device_gone(void);
 void rf_exit_report_registers(void);

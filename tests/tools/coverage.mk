@@ -12,8 +12,8 @@ COVERAGE_BUILD = RDMAFORK_LINETRACE=1 $(BIN)/python setup.py -q build --build-ba
 # It follows each instruction, and makes a child at each: most would be those that count.
 COVERAGE_CTESTS := $(filter-out test_steps,$(CTESTS))
 # Tests of engine code that only Python, a preloaded library or a device uses, and of the modules.
-COVERAGE_TESTS ?= $(wildcard $(patsubst %,tests/*/test_%.py,witness intercept child engine_once covered \
-	trace buffer buffer_life buffers clocks pins errors modes on_fork verbs))
+COVERAGE_TESTS ?= $(wildcard $(patsubst %,tests/*/test_%.py,intercept child engine_once trace buffer \
+	buffer_life buffers clocks pins errors modes on_fork verbs))
 # A lock of coverage.py's, or the loader's that writing counts takes, may be held by a thread that
 # is not in a child. Tracing maps memory and makes calls where there are to be none, and a signal's
 # handler may run in coverage.py's code, which keeps what it raises. Counts, too, are files, where

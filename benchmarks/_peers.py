@@ -246,7 +246,7 @@ def in_turns(peers: Iterable[str], nbytes_each: int) -> list[list[str]]:
     return [names] if len(names) * nbytes_each <= TOGETHER else [[name] for name in names]
 
 
-def available(nbytes: int) -> None:
+def need_memory(nbytes: int) -> None:
     """Raises Skipped where a peer cannot have so much memory, and a fork copy it."""
     free = machine.memory_available()
     if 2 * nbytes > free * 3 // 4:

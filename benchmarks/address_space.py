@@ -21,10 +21,10 @@ from ._peers import (
     FLOOR,
     PAGE,
     WAYS,
-    available,
     calibrated,
     environments,
     in_turns,
+    need_memory,
     private_memory,
 )
 from ._progress import Progress
@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
         nbytes = amount << 20 if of == RESIDENT else 0
         case = {"of": of, "amount": amount}
         try:
-            available(nbytes // 2)  # nothing copies it
+            need_memory(nbytes // 2)  # nothing copies it
         except Skipped as reason:
             skipped.append({"line": "all", **case, "reason": str(reason)})
             continue

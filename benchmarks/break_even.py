@@ -147,7 +147,7 @@ def processor_us() -> float:
 
 def measure(options: argparse.Namespace, progress: Progress) -> Result:
     rounds, sizes = (5, (1, 4)) if options.quick else (20, (1, 2, 3, 4, 8, 16))
-    reason = _pins.available()
+    reason = _pins.unavailable()
     if reason:
         return Result(0, [], [{"line": "all", "reason": f"nothing can be pinned: {reason}"}])
     rows: list[Row] = []

@@ -111,7 +111,7 @@ def measured(options: argparse.Namespace, progress: Progress, room: int) -> Resu
     """room: the bytes of memory that it may take."""
     rows: list[Row] = []
     skipped: Skips = []
-    reason = _pins.available()
+    reason = _pins.unavailable()
     if reason:
         return Result(0, [], [{"line": "all", "reason": f"nothing can be pinned: {reason}"}])
     planned = list(situations(options, room))

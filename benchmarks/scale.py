@@ -29,9 +29,9 @@ from ._peers import (
     PAGE,
     WAYS,
     Engine,
-    available,
     calibrated,
     in_turns,
+    need_memory,
     private_memory,
     touch,
 )
@@ -132,7 +132,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
     rounds = 5 if options.quick else 9
     skipped: Skips = []
     rows: list[Row] = []
-    no_pins = _pins.available()
+    no_pins = _pins.unavailable()
     if no_pins:
         skipped.append({"line": "all", "reason": f"the pages are not pinned: {no_pins}"})
     cases = [(layout, live) for layout in ("arena", "isolated") for live in counts]
@@ -140,7 +140,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
         case = {"layout": layout, "live": live}
         nbytes = ARENA if layout == "arena" else live * PAGE
         try:
-            available(nbytes)
+            need_memory(nbytes)
         except Skipped as reason:
             skipped.append({"line": "all", **case, "reason": str(reason)})
             continue

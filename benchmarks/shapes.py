@@ -31,7 +31,7 @@ from rdmafork.cli import terminal
 from . import _plots, _tables
 from ._harness import Document, Measures, Result, Row, main
 from ._measures import rounded, summary
-from ._peers import ENGINES, available, in_turns
+from ._peers import ENGINES, in_turns, need_memory
 from ._pool import huge_pages
 from ._progress import Progress
 from ._shapes import FLOOR, MADVISE, PINNED, SHAPES, Bench, Shape
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
     rows: list[Row] = []
     skipped: Skips = []
     rounds = QUICK if options.quick else ROUNDS
-    no_pins = _pins.available()
+    no_pins = _pins.unavailable()
     if no_pins:
         skipped.append({"line": PINNED, "reason": f"nothing can be pinned: {no_pins}"})
     cases = []
@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
         shape, case = SHAPES[name], {"shape": name, "count": count}
         peers = [peer for peer in shape.peers() if peer != PINNED or not no_pins]
         try:
-            available(int(count * shape.bytes_each))
+            need_memory(int(count * shape.bytes_each))
             # One more for the copy of the pinned bytes.
             with huge_pages((len(peers) + 1) * shape.huge_pages(count)):
                 rows += case_rows(shape, case, peers, rounds, skipped)

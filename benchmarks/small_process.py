@@ -261,7 +261,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Result:
     nbytes = QUICK_NBYTES if options.quick else NBYTES
     skipped: Skips = []
     rows: list[Row] = []
-    no_pins = _pins.available()
+    no_pins = _pins.unavailable()
     if no_pins:
         return Result(rounds, [], [{"line": "all", "reason": f"nothing can be pinned: {no_pins}"}])
     with tempfile.TemporaryDirectory() as directory:

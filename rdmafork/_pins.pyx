@@ -468,8 +468,8 @@ cdef class Pins:
         )
 
 
-def available():
-    """None when pages can be pinned here, else the reason, fit to be shown."""
+def unavailable():
+    """Why no page can be pinned here, in words for the user; None: pages can."""
     try:
         Pins(bytearray(1)).close()
     except OSError as error:

@@ -650,7 +650,7 @@ needs_pins = pytest.mark.usefixtures("pins")
 def pins():
     from rdmafork import _pins
 
-    why = _pins.available()
+    why = _pins.unavailable()
     if why:
         pytest.skip(f"pins cannot be taken: {why}")
 

@@ -179,7 +179,7 @@ def measure(asked: int, quick: bool, progress: terminal.Progress) -> Report:
         "machine": facts,
         "kernel": rdmafork.kernel_info()._asdict(),
         "size": {"asked": asked, "used": size, "why": why},
-        "pins_forbidden": _pins.available(),
+        "pins_forbidden": _pins.unavailable(),
     }
     with Worker() as worker:
         report["default_mode"] = worker.ask("init", mode="auto")

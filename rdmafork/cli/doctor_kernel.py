@@ -84,7 +84,7 @@ def page_sizes() -> Row:
 
 def pins() -> Row:
     what = "io_uring"
-    reason = _pins.available()
+    reason = _pins.unavailable()
     if reason is None:
         return ok(what, "can pin pages without a device: the demo and the benchmarks work")
     text = f"{reason}: the demo and the benchmarks cannot pin pages; RDMA is not affected"

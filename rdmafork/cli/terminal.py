@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-_COLOURS = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
+_COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
 
 
 def add_color(parser: argparse.ArgumentParser) -> None:

@@ -377,7 +377,7 @@ def test_closing_unpins_while_a_child_holds_the_descriptor():
 @fresh
 def test_a_seccomp_filter_is_named(error):
     refuse("io_uring_setup", error)
-    assert "seccomp" in _pins.available()
+    assert "seccomp" in _pins.unavailable()
     memory, _ = private_map(PAGE)
     with pytest.raises(OSError, match="seccomp") as caught:
         Pins(memory)
@@ -405,7 +405,7 @@ def test_the_limit_of_locked_memory_is_named():
     with Pins(memoryview(memory)[: 1 << 19]):
         pass
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
-    assert "RLIMIT_MEMLOCK is 0 KiB" in _pins.available()
+    assert "RLIMIT_MEMLOCK is 0 KiB" in _pins.unavailable()
 
 
 # ---- the cost of a fork ----------------------------------------------------------------

@@ -321,11 +321,11 @@ QUIET = [
 USED = """
 import sys, os, mmap, warnings
 import rdmafork
-from rdmafork._pins import Pins, available
+from rdmafork._pins import Pins, unavailable
 rdmafork.fork_init(intercept=False)
 memory = mmap.mmap(-1, 1 << 16, flags=mmap.MAP_PRIVATE)
 buffer = rdmafork.Buffer(1 << 16)
-pins = None if available() else Pins(memory)
+pins = None if unavailable() else Pins(memory)
 registration = rdmafork.register(memory)
 wiped = rdmafork.register(buffer, on_fork="wipe")
 rdmafork.stats(), rdmafork.protected_ranges(), rdmafork.kernel_info()

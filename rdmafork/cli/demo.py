@@ -48,11 +48,9 @@ HUGE_PAGES_SAFE = "libibverbs_huge_pages_safe"
 HUGE_POOL = 8  # pages to reserve where there are none
 NEEDED = 2.2  # memory for the pages, the child's copy of them, and the rest
 POOL = "/proc/sys/vm/nr_hugepages"
+LEAST = 1 << 20  # bytes: less disappears in the cost of any fork()
 
 Report = dict[str, Any]
-
-
-LEAST = 1 << 20  # bytes: less disappears in the cost of any fork()
 
 
 def _size(text: str) -> int:

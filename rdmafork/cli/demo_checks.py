@@ -10,8 +10,6 @@ from rdmafork.cli import terminal
 Report = dict[str, Any]
 MODES = ("lazy", "eager")
 FORK_LIMIT = 1.5  # the check: fork() relative to the same without those pages
-
-
 _PROTECTION = {"mark": "marked", "kernel": "copied by the kernel"}
 
 

@@ -69,7 +69,7 @@ def _fork(report: Report) -> Iterator[str]:
     shown = durations([baseline, *(row["ns"] for row in measured)])
     for name, row in rows.items():
         if "ns" not in row:
-            yield f"  {name:23}{_first(row.get('error'), 'not available on this kernel'):>55}"
+            yield f"  {name:23}{row.get('error') or 'not available on this kernel':>55}"
             continue
         # A mode's forks took turns with such without the memory.
         paired = row.get("baseline_ns", baseline)
@@ -116,10 +116,6 @@ def _costs(report: Report) -> Iterator[str]:
         )
         yield f"  {name:36}{''.join(cells)}".rstrip() + remark
     yield from missing
-
-
-def _first(*texts: str | None) -> str:
-    return next(text for text in texts if text)
 
 
 def _wrap(text: str, indent: str = "", width: int = WIDTH) -> list[str]:

@@ -114,13 +114,9 @@ def _rows(device: Facts) -> Iterator[tuple[str, ...]]:
             _LINKS.get(port.get("link_layer", ""), port.get("link_layer") or "?"),
             "?" if rate is None else f"{rate:g} Gb/s",
         )
-        where = device["driver"] or "-"
-        yield (
-            device["name"] if i == 0 else "",
-            *cells,
-            (device["netdev"] or "-") if i == 0 else "",
-            where if i == 0 else "",
-        )
+        of_all = (device["name"], device["netdev"] or "-", device["driver"] or "-")
+        name, netdev, driver = of_all if i == 0 else ("", "", "")
+        yield (name, *cells, netdev, driver)
 
 
 def _problem(device: Facts, paint: terminal.Paint) -> Iterator[str]:
@@ -133,7 +129,7 @@ def _summary(devices: list[Facts], paint: terminal.Paint) -> str:
         text = "The kernel supports RDMA, but has no device: its driver is not loaded, or a"
         return f"{text}\ncontainer was not given one."
     usable = sum(device["problem"] is None for device in devices)
-    count = f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
+    count = terminal.counted(len(devices), "device")
     if usable == len(devices):
         return f"{count}, {'all usable' if usable > 1 else 'usable'} by this process"
     return paint(f"{count}, {usable or 'none'} usable by this process", "yellow")

@@ -20,7 +20,16 @@ from rdmafork.cli import (
     launchers,
     terminal,
 )
-from rdmafork.cli.doctor_rows import OK, PROBLEM, SKIPPED, STATUSES, WARNING, Row, skipped
+from rdmafork.cli.doctor_rows import (
+    OK,
+    PROBLEM,
+    SKIPPED,
+    STATUSES,
+    WARNING,
+    Found,
+    Row,
+    skipped,
+)
 
 DESCRIPTION = """\
 Checks everything that RDMA and fork() depend on, on this machine and in this
@@ -52,7 +61,6 @@ usage, no such process, or no problem found but a check could not be made or
 an answer is missing.
 """
 
-Found = list[tuple[str, list[Row]]]
 Section = tuple[str, Callable[[], Iterable[Row]]]
 
 SECTIONS: tuple[Section, ...] = (

@@ -17,11 +17,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from rdmafork.cli.doctor_rows import OK, STATUSES, Row
+from rdmafork.cli.doctor_rows import OK, STATUSES, Found, Row
 from rdmafork.cli.launchers import Rank
 from rdmafork.cli.terminal import counted, printable
 
-Found = list[tuple[str, list[Row]]]
 Who = tuple[str, int | None]  # host and rank
 Key = tuple[str, str, int]  # section, what, and the number among rows alike
 COMMON = 3  # so many different answers to a check are shown where all is well

@@ -15,6 +15,9 @@ class Row(NamedTuple):
     cure: str | None = None
 
 
+Found = list[tuple[str, list[Row]]]  # by section
+
+
 def ok(what: str, evidence: str) -> Row:
     return Row(OK, what, evidence)
 

@@ -140,7 +140,7 @@ def _screen(processes: list[Process], shown: list[Process], paint: terminal.Pain
     for note in report_lines.notes(processes):
         yield from terminal.wrap(f"Note: {note}.")
     yield from _callers(processes, paint)
-    yield from _looks(processes, paint)
+    yield from _problems(processes, paint)
 
 
 def _cells(process: Process) -> list[str]:
@@ -186,7 +186,7 @@ def _callers(processes: list[Process], paint: terminal.Paint) -> Iterator[str]:
         yield f"{count:>9,}  {terminal.printable(caller)}"
 
 
-def _looks(processes: list[Process], paint: terminal.Paint) -> Iterator[str]:
+def _problems(processes: list[Process], paint: terminal.Paint) -> Iterator[str]:
     found = report_lines.troubles(processes)
     if found:
         yield ""

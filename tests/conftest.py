@@ -485,6 +485,7 @@ MAP_HUGE_2MB = 21 << 26
 MAP_FIXED_NOREPLACE = 0x100000
 MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
 MADV_DONTFORK, MADV_DOFORK = 10, 11
+AT_SYSINFO_EHDR = 33  # of getauxval(3)
 
 
 def _checked(result):
@@ -614,7 +615,7 @@ def mappings_now():
 def marks_stay():
     """Does this kernel never unmark huge pages, as Linux 7.3? To madvise() the vDSO is like one."""
     libc.getauxval.restype = ctypes.c_ulong
-    return libc.madvise(libc.getauxval(33), PAGE, 11) != 0  # AT_SYSINFO_EHDR, MADV_DOFORK
+    return libc.madvise(libc.getauxval(AT_SYSINFO_EHDR), PAGE, MADV_DOFORK) != 0
 
 
 # Its string is looked at as that of needs_lazy.

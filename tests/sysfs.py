@@ -114,7 +114,7 @@ def a_tree(tmp_path, monkeypatch):
     return tree
 
 
-def one(tree=None, **options):
+def one(**options):
     (device,) = get_device_list(**options)
     return device
 

@@ -216,7 +216,7 @@ def test_a_mount_namespace_without_dev_infiniband(tree):
     expect(found["mlx5_0"], "problem", "does not exist", "--device=/dev/infiniband/uverbs0")
 
 
-def test_no_permission_on_the_device(tree, capsys):
+def test_no_permission_on_the_device(tree):
     tree.add("mlx5_0", "9803:9b03:0067:ac2a")
     forbid(tree)
 
@@ -413,7 +413,7 @@ def test_a_library_that_is_none_is_no_crash(tmp_path):
 # ---- variables --------------------------------------------------------------------------
 
 
-def said(capsys, monkeypatch, **env):
+def said(monkeypatch, **env):
     for name in ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
@@ -421,8 +421,8 @@ def said(capsys, monkeypatch, **env):
     return {row.what: row for row in doctor_rdma.variables()}
 
 
-def test_RDMAV_FORK_SAFE_0_is_warned_of(capsys, monkeypatch):
-    found = said(capsys, monkeypatch, RDMAV_FORK_SAFE="0", RDMAV_HUGEPAGES_SAFE="0")
+def test_RDMAV_FORK_SAFE_0_is_warned_of(monkeypatch):
+    found = said(monkeypatch, RDMAV_FORK_SAFE="0", RDMAV_HUGEPAGES_SAFE="0")
     expect(found["RDMAV_FORK_SAFE=0"]._asdict(), "warning", "before rdma-core 40", "unset")
     expect(
         found["RDMAV_HUGEPAGES_SAFE=0"]._asdict(), "warning", "any value switches that on", "unset"
@@ -453,19 +453,19 @@ def test_the_trap_of_zero_is_as_doctor_says(value):
     assert done.stdout.strip() == str(value != "0" or version < 40)
 
 
-def test_variables_that_mean_nothing(capsys, monkeypatch):
-    found = said(capsys, monkeypatch, RDMAFORK_MODE="fast", RDMAFORK_TRUST_COPYING="0")
+def test_variables_that_mean_nothing(monkeypatch):
+    found = said(monkeypatch, RDMAFORK_MODE="fast", RDMAFORK_TRUST_COPYING="0")
     expect(found["RDMAFORK_MODE=fast"]._asdict(), "problem", "EINVAL", "lazy")
     assert found["RDMAFORK_TRUST_COPYING=0"].status == "ok"
-    found = said(capsys, monkeypatch, RDMAFORK_MODE="", RDMAFORK_TRUST_COPYING="no")
+    found = said(monkeypatch, RDMAFORK_MODE="", RDMAFORK_TRUST_COPYING="no")
     assert found["RDMAFORK_MODE="].status == "ok"
     expect(found["RDMAFORK_TRUST_COPYING=no"]._asdict(), "problem", "EINVAL", "0 or 1")
 
 
-def test_another_installations_library_is_preloaded(capsys, monkeypatch):
-    found = said(capsys, monkeypatch, LD_PRELOAD="/opt/other/librdmafork.so:/x.so")
+def test_another_installations_library_is_preloaded(monkeypatch):
+    found = said(monkeypatch, LD_PRELOAD="/opt/other/librdmafork.so:/x.so")
     expect(found["LD_PRELOAD"]._asdict(), "problem", "/opt/other/librdmafork.so")
-    found = said(capsys, monkeypatch, LD_PRELOAD=rdmafork.get_library())
+    found = said(monkeypatch, LD_PRELOAD=rdmafork.get_library())
     assert found["LD_PRELOAD"].status == "ok"
 
 

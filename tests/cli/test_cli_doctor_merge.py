@@ -96,7 +96,7 @@ def test_a_rank_s_later_answer_replaces_its_earlier_one(tmp_path):
     assert merged(tmp_path, printed(0, BAD, size=1), printed(0, GOOD, size=1)).rows == [GOOD]
 
 
-def test_real_answers_are_merged_with_the_exit_status_of_the_worst(tmp_path):
+def test_real_answers_are_merged_with_the_exit_status_of_the_worst():
     answers = []
     for rank in range(2):
         env = {"PMI_RANK": str(rank), "PMI_SIZE": "2"}
@@ -131,7 +131,7 @@ def test_documents_of_hosts_without_ranks_are_merged(tmp_path):
     assert as_json["summary"] == "1 host" and as_json["counts"] == document["counts"]
 
 
-def test_quiet_is_silent_where_all_is_well(tmp_path):
+def test_quiet_is_silent_where_all_is_well():
     done = merge("-q", input=printed(0, GOOD, size=1))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

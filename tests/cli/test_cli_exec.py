@@ -604,7 +604,7 @@ def test_env_finds_its_program_as_it_is_told_to(script, tmp_path):
     assert refused("env", "-u", "PATH", path.name, env={"PATH": f"{tmp_path}:/usr/bin"})[0] == 127
 
 
-def test_scripts_that_are_each_others_interpreters_end(script, tmp_path):
+def test_scripts_that_are_each_others_interpreters_end(script):
     path = script("")
     path.write_text(f"#!{path}\n")
     check([str(path)], os.environ)  # the kernel says ELOOP, or another error

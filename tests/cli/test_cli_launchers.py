@@ -91,7 +91,7 @@ def test_names_have_rank_and_host(monkeypatch):
     assert file_name("r.json", None) == "r.json"
 
 
-def test_the_host_has_no_domain(monkeypatch):
+def test_the_host_has_no_domain():
     assert launchers.host() == os.uname().nodename.partition(".")[0]
 
 

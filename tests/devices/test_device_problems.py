@@ -25,7 +25,7 @@ from rdmafork import (
 # ---- why not ----------------------------------------------------------------------------
 
 
-def problem(tree, code, *words):
+def problem(code, *words):
     """The one device is not usable, for this reason, in one sentence with these words."""
     assert get_device_list() == []
     device = one(all=True)
@@ -39,32 +39,32 @@ def problem(tree, code, *words):
 def test_ib_uverbs_not_loaded(tree):
     tree.add("mlx5_0", "9803:9b03:0067:ac2a", uverbs=False)
     shutil.rmtree(tree.uverbs)
-    device = problem(tree, errno.ENODEV, "modprobe ib_uverbs")
+    device = problem(errno.ENODEV, "modprobe ib_uverbs")
     assert (device.uverbs_name, device.uverbs_path) == (None, None)
 
 
 def test_a_device_without_uverbs(tree):
     tree.add("mlx5_0", "9803:9b03:0067:ac2a", uverbs=False)
-    problem(tree, errno.ENODEV, "no uverbs device")
+    problem(errno.ENODEV, "no uverbs device")
 
 
 def test_no_node_as_in_a_container(tree):
     tree.add("mlx5_0", "9803:9b03:0067:ac2a")
     (tree.nodes / "uverbs0").unlink()
     path = f"{tree.nodes}/uverbs0"
-    assert problem(tree, errno.ENOENT, f"--device={path}", "udevadm").uverbs_path == path
+    assert problem(errno.ENOENT, f"--device={path}", "udevadm").uverbs_path == path
     tree.nodes.rmdir()
-    problem(tree, errno.ENOENT, f"--device={path}")
+    problem(errno.ENOENT, f"--device={path}")
 
 
 def test_a_node_of_something_else(tree):
     tree.add("mlx5_0", "9803:9b03:0067:ac2a")
     (tree.nodes / "uverbs0").unlink()
     (tree.nodes / "uverbs0").symlink_to("/dev/zero")
-    problem(tree, errno.ENODEV, "is 1:5, not 1:3")
+    problem(errno.ENODEV, "is 1:5, not 1:3")
     (tree.nodes / "uverbs0").unlink()
     (tree.nodes / "uverbs0").touch()
-    problem(tree, errno.ENODEV, "no character device")
+    problem(errno.ENODEV, "no character device")
 
 
 def test_no_permission_on_the_node(tree):
@@ -131,7 +131,7 @@ def test_no_userspace_driver(tree, monkeypatch):
 def test_libibverbs_that_knows_another_device_by_the_name(tree, monkeypatch):
     tree.add("rxe0", "8c0b:2fff:feba:430c")
     monkeypatch.setattr(_problems, "driven", lambda: {"rxe0": 1})
-    problem(tree, errno.ENODEV, "another device", "0000:0000:0000:0001")
+    problem(errno.ENODEV, "another device", "0000:0000:0000:0001")
 
 
 def test_libibverbs_not_installed(tree, tmp_path):
@@ -154,7 +154,7 @@ def test_libibverbs_that_fails(tree, monkeypatch):
     tree.add("mlx5_0", "9803:9b03:0067:ac2a")
     failed = OSError(errno.ENOSYS, "libibverbs cannot list devices: Function not implemented")
     monkeypatch.setattr(_problems, "driven", lambda: failed)
-    problem(tree, errno.ENOSYS, "cannot list devices", "stderr")
+    problem(errno.ENOSYS, "cannot list devices", "stderr")
 
 
 @pytest.mark.parametrize(("abi", "fits"), [(2, 0), (3, 1), (6, 1), (7, 0)])
@@ -164,7 +164,7 @@ def test_abi_mismatch(tree, abi, fits):
     if fits:
         assert len(get_device_list()) == 1
     else:
-        problem(tree, errno.ENOSYS, "ABI mismatch", f"version {abi}", "3 to 6")
+        problem(errno.ENOSYS, "ABI mismatch", f"version {abi}", "3 to 6")
 
 
 def test_problems_are_each_devices_own(tree):
@@ -308,7 +308,7 @@ def test_a_broken_uverbs_entry_is_a_problem_of_its_device(tree, file, content):
 def test_a_broken_abi_version_is_a_problem_of_all(tree):
     tree.add("mlx5_0", "9803:9b03:0067:ac2a")
     put(tree.uverbs, {"abi_version": b"\xff"})
-    problem(tree, errno.EIO, "infiniband_verbs/abi_version")
+    problem(errno.EIO, "infiniband_verbs/abi_version")
 
 
 def test_unreadable_files_as_an_ordinary_user(tree):
@@ -368,7 +368,7 @@ def test_a_fifo_in_the_place_of_a_file_does_not_block(tree):
     path = tree.add("mlx5_0", "9803:9b03:0067:ac2a")
     (path / "node_guid").unlink()
     os.mkfifo(path / "node_guid")
-    problem(tree, errno.EIO, "node_guid")
+    problem(errno.EIO, "node_guid")
 
 
 def test_names_that_are_no_utf8(tree):
@@ -381,7 +381,7 @@ def test_names_that_are_no_utf8(tree):
     repr(device).encode()
     json.dumps(device.as_dict()["name"], ensure_ascii=False).encode()
     (tree.nodes / "uverbs0").unlink()
-    problem(tree, errno.ENOENT)
+    problem(errno.ENOENT)
 
 
 def test_every_file_cut_at_every_length_is_right_or_a_clear_error(tree):

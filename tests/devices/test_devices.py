@@ -260,7 +260,7 @@ def test_no_permission_on_any_is_eperm_unless_all_are_asked_for(tree):
     assert "11 RDMA devices" in text and "udev rule" in text
 
 
-def test_another_cause_beside_permission_is_an_empty_list(tree, monkeypatch):
+def test_another_cause_beside_permission_is_an_empty_list(tree):
     tree.add("mlx5_0", "9803:9b03:0067:ac2a")
     forbid(tree)
     tree.add("mlx5_1", "9803:9b03:0067:ac2b", uverbs=False)

@@ -9,7 +9,7 @@ class Handle(ctypes.Structure):
     _fields_ = (
         ("serial", ctypes.c_uint64),
         ("slot", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("generation", ctypes.c_uint32),
     )
 
 

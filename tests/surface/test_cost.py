@@ -211,8 +211,7 @@ def test_adjacent_registrations_are_one_call_at_fork():
     assert f"{256 * PAGE}" in marks[0]
 
 
-@both_modes
-def test_a_fork_before_fork_init_makes_none(mode):
+def test_a_fork_before_fork_init_makes_none():
     sections = traced(
         """
         mark("/mark/fork")

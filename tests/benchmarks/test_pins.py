@@ -29,6 +29,7 @@ from seccomp import refuse
 import rdmafork
 from rdmafork import _pins
 from rdmafork._pins import Pins
+from rdmafork.cli.demo_worker import living_child
 
 copies = pytest.mark.skipif(
     not rdmafork.kernel_info().copy_on_fork, reason="this kernel does not copy pinned pages"
@@ -224,7 +225,7 @@ class Interrupted(Exception):
 
 
 @needs_pins
-def test_an_interrupted_transfer_moves_nothing_later(device):
+def test_an_interrupted_transfer_moves_nothing_later():
     memory, address = filled(PAGE)
     reading, writing = os.pipe()
 
@@ -308,13 +309,7 @@ def test_the_device_reaches_the_parent_after_fork(mode):
     rdmafork.fork_init(mode)
     memory, address = filled(16 * PAGE)
     device = os.memfd_create("device")
-    with Pins(memory) as pins, rdmafork.register(memory):
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if not pid:
-            os.close(writing)
-            os.read(reading, 1)
-            os._exit(0)
+    with Pins(memory) as pins, rdmafork.register(memory), living_child():
         for at in range(0, 16 * PAGE, PAGE):
             memory[at] = 1  # here copy-on-write would take the page from the device
             os.pwrite(device, b"from the device %02d" % (at // PAGE), 0)
@@ -323,8 +318,6 @@ def test_the_device_reaches_the_parent_after_fork(mode):
             memory[at : at + 9] = b"parent %02d" % (at // PAGE)
             pins.write_fixed(device, address + at, 9, 100)
             assert os.pread(device, 9, 100) == b"parent %02d" % (at // PAGE)
-        os.close(writing)
-        assert os.waitpid(pid, 0)[1] == 0
 
 
 @needs_pins
@@ -356,17 +349,9 @@ def test_a_child_cannot_use_the_pins_and_closes_them_silently(device):
 def test_closing_unpins_while_a_child_holds_the_descriptor():
     memory, _ = filled(1024 * PAGE)
     pins = Pins(memory)
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        os.close(writing)
-        os.read(reading, 1)
-        os._exit(0)
-    os.close(reading)
-    pins.close()
-    cost = _pins.fork_cost(memory=True)
-    os.close(writing)
-    os.waitpid(pid, 0)
+    with living_child():
+        pins.close()
+        cost = _pins.fork_cost(memory=True)
     assert cost.private_nbytes < 500 * PAGE
 
 

@@ -186,6 +186,8 @@ def engine() -> Iterator[Row]:
     allowed = {
         "RDMAFORK_MODE": ("", "auto", "lazy", "eager"),
         "RDMAFORK_TRUST_COPYING": ("", "0", "1"),
+        "RDMAFORK_EXPLAIN_FAULTS": ("", "0", "1"),
+        "RDMAFORK_TRACE_REGISTRATIONS": ("", "0", "1"),
     }
     for name, values in allowed.items():
         value = os.environ.get(name)

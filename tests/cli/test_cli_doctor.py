@@ -457,6 +457,9 @@ def test_variables_that_mean_nothing(monkeypatch):
     found = said(monkeypatch, RDMAFORK_MODE="fast", RDMAFORK_TRUST_COPYING="0")
     expect(found["RDMAFORK_MODE=fast"]._asdict(), "problem", "EINVAL", "lazy")
     assert found["RDMAFORK_TRUST_COPYING=0"].status == "ok"
+    found = said(monkeypatch, RDMAFORK_EXPLAIN_FAULTS="off", RDMAFORK_TRACE_REGISTRATIONS="yes")
+    expect(found["RDMAFORK_EXPLAIN_FAULTS=off"]._asdict(), "problem", "EINVAL", "0 or 1")
+    expect(found["RDMAFORK_TRACE_REGISTRATIONS=yes"]._asdict(), "problem", "EINVAL", "0 or 1")
     found = said(monkeypatch, RDMAFORK_MODE="", RDMAFORK_TRUST_COPYING="no")
     assert found["RDMAFORK_MODE="].status == "ok"
     expect(found["RDMAFORK_TRUST_COPYING=no"]._asdict(), "problem", "EINVAL", "0 or 1")

@@ -24,7 +24,7 @@ from posix.unistd cimport _SC_PAGESIZE, close, ftruncate, sysconf
 
 from rdmafork cimport *
 from rdmafork._core cimport Registration, check_usable, failure, is_set, policy_of, protect
-from rdmafork._core cimport set_flag
+from rdmafork._core cimport set_flag, state_of
 
 import os
 import resource
@@ -366,15 +366,9 @@ cdef class Buffer(Registration):
         return self.fd
 
     def __repr__(self):
-        state = (
-            "closed" if not is_set(&self.open)
-            else "inherited" if self.inherited
-            else "protected" if self.is_protected
-            else "not protected"
-        )
         return (
             f"<rdmafork.Buffer 0x{self.start:x}, {self.length} bytes in pages of "
-            f"{readable(self.page)}, {'shared, ' if self.shared else ''}{state}>")
+            f"{readable(self.page)}, {'shared, ' if self.shared else ''}{state_of(self)}>")
 
 
 cdef int give_back(Buffer self) noexcept:

@@ -40,6 +40,8 @@ cdef int protect(Registration self, unsigned int flags, rf_policy policy) except
 cdef int unprotect(Registration self) except? -1
 # ValueError when it is closed, InheritedError in a child that does not share the memory.
 cdef int check_usable(Registration self) except -1
+# "protected", "closed" and so on, for repr().
+cdef str state_of(Registration self)
 # An rf_policy.
 cdef int policy_of(object on_fork) except -1
 # The exception for a call the engine refused.

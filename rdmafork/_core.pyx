@@ -197,13 +197,15 @@ cdef class Registration:
         return self.slot.generation != rf_generation()
 
     def __repr__(self):
-        state = (
-            "closed" if not is_set(&self.open)
-            else "inherited" if self.inherited
-            else "protected" if self.is_protected
-            else "not protected"
-        )
-        return f"<rdmafork.Registration 0x{self.start:x}, {self.length} bytes, {state}>"
+        return f"<rdmafork.Registration 0x{self.start:x}, {self.length} bytes, {state_of(self)}>"
+
+
+cdef str state_of(Registration self):
+    if not is_set(&self.open):
+        return "closed"
+    if self.inherited:
+        return "inherited"
+    return "protected" if self.is_protected else "not protected"
 
 
 cdef int abandon(Registration self) except -1:

@@ -130,26 +130,26 @@ class Elf:
 
     def function_at(self, address: int) -> str | None:
         """The function whose code lies at an address of the file, loaded where it says."""
-        for symbol in self._defined():
+        for symbol in self._defined(_SHT_SYMTAB, _SHT_DYNSYM):
             if symbol.kind == _STT_FUNC and 0 <= address - symbol.address < symbol.nbytes:
                 return self._string(symbol.name)
         return None
 
     def address_of(self, name: str) -> int | None:
-        """Where a symbol is that the file defines."""
-        for symbol in self._defined():
+        """Where a symbol is that the file defines and that other files may refer to."""
+        for symbol in self._defined(_SHT_DYNSYM):
             if self._string(symbol.name) == name:
                 return symbol.address
         return None
 
-    def _defined(self) -> Iterator[_Symbol]:
-        """The functions that .symtab and .dynsym say this file itself defines."""
+    def _defined(self, *tables: int) -> Iterator[_Symbol]:
+        """The symbols that .symtab or .dynsym say this file itself defines."""
         wide = self.machine.bits == 64
         (start,) = self._read("Q", 40) if wide else self._read("I", 32)
         size, count = self._read("HH", 58 if wide else 46)
         for at in range(start, start + size * count, size or 1) if start else ():
             kind, offset, nbytes, link = self._section(at)
-            if kind not in (_SHT_SYMTAB, _SHT_DYNSYM):
+            if kind not in tables:
                 continue
             strings = self._section(start + size * link)[1]
             for entry in range(offset, offset + nbytes, 24 if wide else 16):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import compile_c
 
 import rdmafork
 from rdmafork.cli.elf import Elf, Machine, NotElf
@@ -72,6 +73,15 @@ def test_where_a_symbol_is():
         assert elf.address_of("rf_registe") is None
         # Called, and defined elsewhere.
         assert elf.address_of("madvise") is None
+
+
+def test_a_program_s_own_functions_are_no_others_symbols(tmp_path):
+    source = tmp_path / "main.c"
+    source.write_text("int ours(void) { return 0; }\nint main(void) { return ours(); }\n")
+    with Elf(compile_c(tmp_path / "kept", source)) as elf:
+        assert elf.address_of("ours") is None
+    with Elf(compile_c(tmp_path / "exported", "-rdynamic", source)) as elf:
+        assert elf.function_at(elf.address_of("ours")) == "ours"
 
 
 def test_machines_have_names():

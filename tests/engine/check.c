@@ -3,6 +3,7 @@
 #include "check.h"
 #include "fork.h"
 #include "preload/ibv.h"
+#include "sys.h"
 #include "window.h"
 
 #include <fcntl.h>
@@ -554,6 +555,17 @@ void check_needs_lazy(void)
 	rf_kernel_info(&kernel);
 	if (!kernel.copy_trusted)
 		check_skip("copying at fork is not trusted on %s", kernel.release);
+}
+
+void check_needs_inaccessible_bytes(void)
+{
+	char byte, *page = check_map(1);
+	struct iovec to = { &byte, 1 }, from = { page, 1 };
+
+	CHECK(mprotect(page, check_page, PROT_NONE) == 0);
+	if (rf_sys_copy_inaccessible(&to, &from, 1) < 0)
+		check_skip("the kernel gives nobody the bytes of inaccessible memory");
+	check_unmap(page, 1);
 }
 
 enum rf_mode check_best_mode(void)

@@ -142,6 +142,8 @@ void check_start(enum rf_mode mode);
 void check_stop(void);
 /* Skips the scenario where the kernel's copying is not trusted: lazy is refused there. */
 void check_needs_lazy(void);
+/* Skips it where the kernel refuses them to all: proc_mem.force_override=, as Debian's 7.3. */
+void check_needs_inaccessible_bytes(void);
 /* Lazy where it may be, else eager. */
 enum rf_mode check_best_mode(void);
 struct rf_handle check_register(const void *start, size_t nbytes, unsigned int flags);

@@ -306,17 +306,6 @@ static int protection_at(size_t at)
 	return vma.start <= address ? vma.protection : -1;
 }
 
-static void need_inaccessible_memory_s_bytes(void)
-{
-	char byte, *page = check_map(1);
-	struct iovec to = { &byte, 1 }, from = { page, 1 };
-
-	CHECK(mprotect(page, check_page, PROT_NONE) == 0);
-	if (rf_sys_copy_inaccessible(&to, &from, 1) < 0)
-		check_skip("the kernel gives nobody the bytes of inaccessible memory");
-	check_unmap(page, 1);
-}
-
 /* Memory that is not held may be gone, or inaccessible, when a fork saves its bytes. */
 static void pages_that_cannot_be_read_do_no_harm(void)
 {
@@ -363,7 +352,7 @@ static void inaccessible_pages_keep_their_bytes(void)
 {
 	struct region regions[2];
 
-	need_inaccessible_memory_s_bytes();
+	check_needs_inaccessible_bytes();
 	prepare_memory(PAGES);
 	start_whole();
 	/* One of a stretch that is read at once, with others on both sides. */
@@ -383,7 +372,7 @@ static void inaccessible_huge_pages_keep_their_bytes(void)
 {
 	struct region region;
 
-	need_inaccessible_memory_s_bytes();
+	check_needs_inaccessible_bytes();
 	nbytes = CHECK_HUGE;
 	memory = check_map_huge(1, MAP_PRIVATE);
 	fill();
@@ -405,7 +394,7 @@ static void copied_pages_have_the_parent_s_protection(void)
 	size_t i, first;
 	pid_t pid;
 
-	need_inaccessible_memory_s_bytes();
+	check_needs_inaccessible_bytes();
 	prepare_memory(PAGES);
 	/* Of a private file, whose zeros the child maps itself. */
 	CHECK(ftruncate(fd, (off_t)nbytes) == 0);

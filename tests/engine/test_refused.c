@@ -168,6 +168,7 @@ static void inaccessible_memory_is_copied_when_asked_for(void)
 	struct iovec sources[] = { { memory, 50 }, { memory + check_page, 50 } };
 	const int before = open_descriptors();
 
+	check_needs_inaccessible_bytes();
 	memset(memory, 'x', 4 * check_page);
 	CHECK(!mprotect(memory + check_page, check_page, PROT_NONE));
 	errno = 77;

@@ -11,7 +11,9 @@ CTEST_CFLAGS := -std=gnu11 -g -DRF_TESTING -Icsrc -Itests/engine -Itests/fuzz -p
 # ThreadSanitizer cannot place its shadow where the kernel randomises too much.
 FIXED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-# Flags of single programs. fuzz_proc answers in place of the kernel.
+# Flags of single programs. fuzz_engine runs the fork handlers by itself.
+fuzz_engine_LDFLAGS := -Wl,--wrap=__register_atfork
+# fuzz_proc answers in place of the kernel.
 fuzz_proc_LDFLAGS := $(addprefix -Wl$(,)--wrap=,rf_sys_open rf_sys_read rf_sys_close rf_sys_map_over \
 	socket setsockopt syscall)
 # To answer as a device does.

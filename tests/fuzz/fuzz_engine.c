@@ -90,15 +90,17 @@ static struct {
 	void (*prepare)(void), (*parent)(void);
 } handlers;
 
-int __register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),
-		      void *object);
+int __real___register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),
+			     void *library);
+int __wrap___register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),
+			     void *library);
 
-/* In place of libc's. */
-int pthread_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void))
+int __wrap___register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),
+			     void *library)
 {
 	handlers.prepare = prepare;
 	handlers.parent = parent;
-	return __register_atfork(prepare, parent, child, NULL);
+	return __real___register_atfork(prepare, parent, child, library);
 }
 
 /* ---- The rules ---- */

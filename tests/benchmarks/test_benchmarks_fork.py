@@ -95,7 +95,7 @@ def test_a_child_of_registered_memory_has_no_copy_of_it(latencies, peer):
 
 
 def test_memory_that_cannot_be_pinned_is_skipped_with_the_reason(monkeypatch):
-    monkeypatch.setattr(_pins, "available", lambda: "io_uring is forbidden here")
+    monkeypatch.setattr(_pins, "unavailable", lambda: "io_uring is forbidden here")
     found = fork_latency.measure(argparse.Namespace(quick=True, pages=["base"]), Progress("x"))
     assert found.rows == []
     assert [skip["reason"] for skip in found.skipped] == [

@@ -85,7 +85,10 @@ enum rf_policy {
 #define RF_FROM_LIBIBVERBS	0x50u	/* libibverbs' ibv_dontfork_range() */
 #define RF_FROM			0x70u	/* the bits of these */
 
-/* Why a call failed, where the errno that it returns can have several causes. */
+/*
+ * Why a call failed, where the errno that it returns can have several causes. A caller that does
+ * not ask passes NULL for the struct rf_error.
+ */
 enum rf_cause {
 	RF_CAUSE_NONE = 0,
 	RF_CAUSE_WRAP,		/* EOVERFLOW: address + nbytes is beyond the address space */

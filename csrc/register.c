@@ -235,8 +235,10 @@ RF_API int rf_register(const void *address, size_t nbytes, unsigned int flags,
 		       enum rf_policy policy, struct rf_handle *handle, struct rf_error *error)
 {
 	struct rf_engine *engine = &rf_engine;
+	struct rf_error unasked;
 	int rc;
 
+	error = error ? error : &unasked;
 	error->cause = RF_CAUSE_NONE;
 	rc = check_arguments((uintptr_t)address, nbytes, flags, policy, error);
 	if (rf_unlikely(rc < 0))

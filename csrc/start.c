@@ -155,10 +155,12 @@ RF_API int rf_fork_init(enum rf_mode mode, struct rf_error *error)
 {
 	/* A caller that names no mode joins whatever runs. */
 	bool any = mode == RF_MODE_AUTO;
+	struct rf_error unasked;
 	struct wishes wishes;
 	uintptr_t other = 0;
 	int rc;
 
+	error = error ? error : &unasked;
 	*error = (struct rf_error){ .cause = RF_CAUSE_NONE };
 	if (mode != RF_MODE_AUTO && mode != RF_MODE_LAZY && mode != RF_MODE_EAGER)
 		return unknown_mode(mode, error);

@@ -173,7 +173,9 @@ RF_API int ibv_is_fork_initialized(void)
 
 RF_API int rf_intercept(struct rf_error *error)
 {
-	return rf_intercept_all(&functions, error);
+	struct rf_error unasked;
+
+	return rf_intercept_all(&functions, error ? error : &unasked);
 }
 
 void rf_ibv_serve_all(void)

@@ -121,6 +121,25 @@ static void calls_without_an_error_have_a_text(void)
 	check_text(-12345, NULL, "12345", NULL);
 }
 
+/* NULL in place of an error: the calls end as they do with one. */
+static void an_error_need_not_be_asked_for(void)
+{
+	char *memory = mmap(NULL, check_page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+			    -1, 0);
+
+	CHECK(memory != MAP_FAILED);
+	CHECK(rf_register(memory, SIZE_MAX, RF_HELD, RF_OMIT, &handle, NULL) == -EOVERFLOW);
+	CHECK(rf_fork_init((enum rf_mode)99, NULL) == -EINVAL);
+	CHECK(rf_fork_init(RF_MODE_EAGER, NULL) == 0);
+	CHECK(rf_fork_init(RF_MODE_LAZY, NULL) == -EINVAL);
+	CHECK(rf_intercept(NULL) >= 0);
+	CHECK(rf_register(memory, 1, RF_HELD, (enum rf_policy)7, &handle, NULL) == -EINVAL);
+	CHECK(rf_register(memory, 1, RF_HELD, RF_OMIT, &handle, NULL) == 1);
+	CHECK(rf_release(handle, 0) == 0);
+	CHECK(munmap(memory, check_page) == 0);
+	CHECK(rf_register(memory, check_page, 0, RF_OMIT, &handle, NULL) == -ENOMEM);
+}
+
 /* Each cause, with any values: it ends in its room, and has a sentence of its own. */
 static void no_text_leaves_its_room(void)
 {
@@ -157,6 +176,7 @@ static const struct check_scenario scenarios[] = {
 	SCENARIO(a_registration_says_why_not),
 	SCENARIO(a_registration_that_starts_the_engine_is_named),
 	SCENARIO(calls_without_an_error_have_a_text),
+	SCENARIO(an_error_need_not_be_asked_for),
 	SCENARIO(no_text_leaves_its_room),
 };
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import environment
+from conftest import environment, pool_lock
 
 import rdmafork
 from rdmafork.benchmarks import _claims, _harness, _workers
@@ -35,7 +35,10 @@ def documents(tmp_path_factory):
         if not file.exists():
             module = f"rdmafork.benchmarks.{name}"
             arguments = [sys.executable, "-m", module, "--quick", "--json", str(file)]
-            done = subprocess.run(arguments, env=environment({}), capture_output=True, text=True)
+            with pool_lock():  # a benchmark takes free huge pages, which others may count on
+                done = subprocess.run(
+                    arguments, env=environment({}), capture_output=True, text=True
+                )
             assert done.returncode == 0, done.stderr
             assert all(peer in done.stdout for peer in peers(json.loads(file.read_text())))
         return json.loads(file.read_text())

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FREE_THREADED, SCALE, TIMEOUT, fresh, needs_lazy, needs_pins
+from conftest import FREE_THREADED, SCALE, TIMEOUT, fresh, needs_lazy, needs_pins, pool_lock
 
 import rdmafork
 from rdmafork import _pins
@@ -26,6 +26,7 @@ DOCUMENT = {
 MPIRUN = Path(sys.executable).with_name("mpirun")
 
 
+@pool_lock()  # a benchmark takes free huge pages, which others may count on
 def document(name, folder, *arguments, prefix=(), **variables):
     """The document of `--quick --json`, checked for the keys that every document has."""
     file = folder / f"{name}.json"
@@ -196,6 +197,7 @@ def test_a_kernel_without_procmap_query_is_imitated():
     assert not rdmafork.kernel_info().procmap_query
 
 
+@pool_lock()
 @fresh
 def test_blocks_lie_on_the_pages_that_are_pinned_and_marked():
     for name, shape in _shapes.SHAPES.items():

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TIMEOUT, environment, needs_pins
+from conftest import TIMEOUT, environment, needs_pins, pool_lock
 
 from rdmafork.benchmarks import _harness
 
@@ -25,6 +25,7 @@ def measured(tmp_path_factory):
         f"from rdmafork.benchmarks import _peers\nexec({code!r}, vars(_peers))\n"
     )
 
+    @pool_lock()  # a benchmark takes free huge pages, which others may count on
     def rows(name, *arguments):
         file = folder / f"{name}.json"
         module = f"rdmafork.benchmarks.{name}"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TIMEOUT, environment, free_huge_pages, huge_page_pool
+from conftest import TIMEOUT, environment, free_huge_pages, huge_page_pool, pool_lock
 from mpi import mpirun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -66,6 +66,7 @@ def test_large_buffers():
         assert re.search(f"^{kind}{took}$", said, re.M), said
 
 
+@pool_lock()
 def test_large_buffers_without_huge_pages():
     """Most users will see this first: the others go on, and a remedy is named."""
     said = example("large_buffers.py", free_huge_pages() * 2 + 8)

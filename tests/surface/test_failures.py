@@ -25,6 +25,7 @@ from conftest import (
     libc,
     map_at,
     needs_pins,
+    pool_lock,
     private_map,
     run,
     shared_map,
@@ -381,6 +382,7 @@ KINDS = {
 
 
 @both_modes
+@pool_lock()  # one of the kinds takes a free huge page, if there is one
 def test_memory_of_every_kind_is_protected_or_refused(mode):
     done = run(_of_every_kind, mode)
     print({kind: reason for kind, reason in done.items() if reason})

@@ -26,10 +26,10 @@ PROLOGUE = """
     register, register_address = rdmafork.register, rdmafork.register_address
 """
 
-# Calls that the kernel or the C library makes of itself, at any time; and Python's after a fork,
-# since 3.12: it counts threads.
+# Calls that the kernel or the C library makes of itself, at any time; Python's after a fork, since
+# 3.12: it counts threads; and the second line of a call, where another process's came between.
 NOISE = re.compile(
-    r"^(rt_sigreturn|---|\+\+\+|restart_syscall|clock_nanosleep|sched_yield|"
+    r"^(rt_sigreturn|---|\+\+\+|restart_syscall|clock_nanosleep|sched_yield|<\.\.\. |"
     r'openat\(AT_FDCWD, "/proc/self/stat",)'
 )
 

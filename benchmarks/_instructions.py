@@ -15,6 +15,8 @@ from ._workers import Environment, Skipped, Skips, command, environment
 
 PERF = ["perf", "stat", "-x,", "-e", "instructions:u"]
 CALLGRIND = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
+# Where a worker ends its heap depends on the memory of its modules, compiled or loaded: no brk.
+STRACE = ["strace", "-f", "-c", "-U", "calls,name", "-e", "trace=!brk"]
 FOUND = {"perf": r"^(\d+),[^,]*,instructions:u", "valgrind": r"Collected : (\d+)"}
 FEW = 2  # the first pays for page faults and for splitting the VMA
 
@@ -85,7 +87,7 @@ class Counted:
     def _system_calls(self, times: int) -> int:
         with tempfile.TemporaryDirectory() as directory:
             output = os.path.join(directory, "strace")
-            self._run(["strace", "-f", "-c", "-U", "calls,name", "-o", output], times)
+            self._run([*STRACE, "-o", output], times)
             with open(output) as lines:
                 total = [line.split()[0] for line in lines if line.split()[1:] == ["total"]]
         if not total:

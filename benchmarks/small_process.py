@@ -25,7 +25,7 @@ from rdmafork import _pins
 
 from . import _compiled, _plots
 from ._harness import Document, Measures, Result, Row, main
-from ._instructions import CALLGRIND, FOUND
+from ._instructions import CALLGRIND, FOUND, STRACE
 from ._measures import rounded
 from ._peers import FLOOR, WAYS
 from ._progress import Progress
@@ -232,8 +232,7 @@ class Program:
 
     def _calls(self, peer: str, pages: str, forks: int) -> dict[str, int]:
         with tempfile.NamedTemporaryFile("r") as output:
-            strace = ["strace", "-f", "-c", "-U", "calls,name", "-o", output.name]
-            self._done(peer, pages, forks, COUNTED_NBYTES, *strace)
+            self._done(peer, pages, forks, COUNTED_NBYTES, *STRACE, "-o", output.name)
             found = re.findall(r"^ *(\d+) (\w+)$", output.read(), re.M)
         return {name: int(number) for number, name in found if name != "total"}
 

@@ -42,7 +42,7 @@ def test_the_benchmark_counts_the_system_calls_of_each_peer(found):
         pytest.skip("strace is missing")
     calls = {row["line"]: row["system_calls"] for row in found["rows"] if "system_calls" in row}
     bare = calls[benchmark.FLOOR]
-    assert bare > 1.9  # a worker's other calls differ by one or two, as files are compiled
+    assert bare >= 2
     ours = bare + (3 if marks_stay() else 2)
     assert calls["rdmafork eager"] == pytest.approx(ours, abs=0.1)
     assert calls.get("rdmafork lazy", bare) == pytest.approx(bare, abs=0.1)

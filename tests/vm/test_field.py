@@ -102,18 +102,27 @@ def run_suite(program, device, before, env, folder, only=()):
     command = [DEBIAN_PYTHON, "run_tests.py", "-v", *f"--dev {device} --port 1 --gid 1".split()]
     for name in only:
         command += ["-k", name]
-    done = subprocess.run(
-        [*before, *command], cwd=tests, env=env, capture_output=True, text=True, timeout=LIMIT
-    )
+    # A test that hangs in the kernel outlives SIGKILL and keeps a pipe open: no pipe, no waiting.
+    output = folder / "output.txt"
+    with output.open("w") as file:
+        suite = subprocess.Popen(
+            [*before, *command], cwd=tests, env=env, stdout=subprocess.DEVNULL, stderr=file
+        )
+        try:
+            suite.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            suite.kill()
+            pytest.fail(f"hung for {LIMIT:.0f} s\n{output.read_text()[-2000:]}")
+    said = output.read_text()
     # A test's own output stands between its name and its result.
-    each = re.split(r"^test_\w+ \(", done.stderr.partition("\n======")[0], flags=re.M)[1:]
+    each = re.split(r"^test_\w+ \(", said.partition("\n======")[0], flags=re.M)[1:]
     ends = [
         (test.partition(")")[0], ended[1])
         for test in each
         if (ended := re.search(r" \.\.\. (?:.|\n)*?\b(ok|skipped|FAIL|ERROR)\b", test))
     ]
-    (count,) = re.findall(r"^Ran (\d+) tests?", done.stderr, re.M)
-    assert len(dict(ends)) == int(count), done.stderr[-2000:]
+    (count,) = re.findall(r"^Ran (\d+) tests?", said, re.M)
+    assert len(dict(ends)) == int(count), said[-2000:]
     return dict(ends)
 
 

@@ -60,7 +60,7 @@ check: build	## a minute of the tests and of lint, for an edit
 		PYTHON_TREES='$(call changed,*.py *.pyi)' CYTHON='$(call changed,*.pyx *.pxd)'
 	@$(BIN)/python tests/tools/layers.py >/dev/null
 
-# The share of the random and the volume tests; without make, and in .ci/run, it is 1.
+# The share of the random and the volume tests: 1 without make, and .ci/run has its own.
 test: export SCALE ?= 0.1
 # tests/conftest.py gives the files their order: the longest come first.
 test: build ctest $(SOAK)	## the engine's tests, then pytest $(PYTEST_ARGS), a process a core; all random rounds with SCALE=1

@@ -7,7 +7,7 @@ import platform
 import struct
 
 import pytest
-from conftest import PAGE, smaps
+from memory import PAGE, smaps
 
 import rdmafork
 

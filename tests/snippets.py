@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import SLOWNESS, environment, huge_page_pool, pool_lock
+from conftest import SLOWNESS, environment
+from memory import huge_page_pool, pool_lock
 from mpi import AS_ROOT, FEW_PROCESSORS
 
 import rdmafork

@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import PAGE, compile_c, fork_once, marked, private_map
+from conftest import compile_c, fork_once
+from memory import PAGE, marked, private_map
 
 import rdmafork
 

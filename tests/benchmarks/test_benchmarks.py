@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import environment, pool_lock
+from conftest import environment
+from memory import pool_lock
 
 import rdmafork
 from rdmafork.benchmarks import _claims, _harness, _workers

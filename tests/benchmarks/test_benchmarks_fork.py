@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FREE_THREADED, SCALE, TIMEOUT, fresh, needs_lazy, needs_pins, pool_lock
+from conftest import FREE_THREADED, SCALE, TIMEOUT, fresh, needs_lazy, needs_pins
+from memory import pool_lock
 
 import rdmafork
 from rdmafork import _pins

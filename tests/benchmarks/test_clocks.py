@@ -5,7 +5,8 @@ import os
 import resource
 
 import pytest
-from conftest import PAGE, PLACE, fresh, map_at, marked, private_map, run, unmap, write
+from conftest import fresh, run
+from memory import PAGE, PLACE, map_at, marked, private_map, unmap, write
 
 import rdmafork
 from rdmafork import _clocks

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TIMEOUT, environment, needs_pins, pool_lock
+from conftest import TIMEOUT, environment, needs_pins
+from memory import pool_lock
 
 from rdmafork.benchmarks import _harness
 

@@ -11,19 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import (
-    PAGE,
-    both_modes,
-    child,
-    fork_once,
-    fresh,
-    map_at,
-    needs_pins,
-    private_map,
-    run,
-    shared_map,
-    unmap,
-)
+from conftest import both_modes, child, fork_once, fresh, needs_pins, run
+from memory import PAGE, map_at, private_map, shared_map, unmap
 from seccomp import refuse
 
 import rdmafork

@@ -10,20 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import (
-    MADV_DONTFORK,
-    PAGE,
-    TIMEOUT,
-    compile_c,
-    environment,
-    fork_once,
-    libc,
-    madvise,
-    needs_pins,
-    private_map,
-    run,
-    shared_map,
-)
+from conftest import TIMEOUT, compile_c, environment, fork_once, needs_pins, run
+from memory import MADV_DONTFORK, PAGE, libc, madvise, private_map, shared_map
 from seccomp import refuse
 from sysfs import a_tree, an_open_tmp_path, as_nobody, forbid, port, vendors
 

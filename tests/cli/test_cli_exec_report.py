@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PAGE, TIMEOUT, both_modes, environment, needs_pins
+from conftest import TIMEOUT, both_modes, environment, needs_pins
+from memory import PAGE
 from test_cli_report import line
 
 import rdmafork

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TIMEOUT, environment, huge_page_pool, needs_pins, pool_lock
+from conftest import TIMEOUT, environment, needs_pins
+from memory import huge_page_pool, pool_lock
 from seccomp import refuse
 from sysfs import as_nobody
 

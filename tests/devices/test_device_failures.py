@@ -13,17 +13,8 @@ import types
 from pathlib import Path
 
 import pytest
-from conftest import (
-    HERE,
-    PAGE,
-    Cyclic,
-    both_modes,
-    child,
-    compile_c,
-    fork_once,
-    private_map,
-    run,
-)
+from conftest import HERE, both_modes, child, compile_c, fork_once, run
+from memory import PAGE, Cyclic, private_map
 from seccomp import check_claims, marks
 
 import rdmafork

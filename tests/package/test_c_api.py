@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PAGE, TIMEOUT, child, environment, is_mapped
+from conftest import TIMEOUT, child, environment
+from memory import PAGE, is_mapped
 
 import rdmafork
 from rdmafork.cli import main

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TIMEOUT, environment, free_huge_pages, huge_page_pool, pool_lock
+from conftest import TIMEOUT, environment
+from memory import free_huge_pages, huge_page_pool, pool_lock
 from mpi import mpirun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -22,7 +22,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import compile_c, environment, fresh, pool_lock
+from conftest import compile_c, environment, fresh
+from memory import pool_lock
 from self_calling_libibverbs import Elf
 
 import rdmafork

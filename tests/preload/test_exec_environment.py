@@ -15,18 +15,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import (
-    PAGE,
-    TIMEOUT,
-    child,
-    compile_c,
-    environment,
-    fork_once,
-    needs_pins,
-    private_map,
-    run,
-    vm_flags,
-)
+from conftest import TIMEOUT, child, compile_c, environment, fork_once, needs_pins, run
+from memory import PAGE, private_map, vm_flags
 from standin import DIRECT, OTHER_CODE, SOURCE, Builder, load, works, x86_64
 
 import rdmafork

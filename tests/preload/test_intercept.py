@@ -14,18 +14,8 @@ from pathlib import Path
 
 import pytest
 import self_calling_libibverbs
-from conftest import (
-    PAGE,
-    SLOWNESS,
-    child,
-    fork_once,
-    fresh,
-    map_at,
-    private_map,
-    run,
-    scaled,
-    vm_flags,
-)
+from conftest import SLOWNESS, child, fork_once, fresh, run, scaled
+from memory import PAGE, map_at, private_map, vm_flags
 from standin import (
     COUNTS,
     DIRECT,

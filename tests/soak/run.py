@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import pytest  # noqa: E402
-from conftest import free_huge_pages, huge_page_pool  # noqa: E402
+from memory import free_huge_pages, huge_page_pool  # noqa: E402
 
 import rdmafork  # noqa: E402
 

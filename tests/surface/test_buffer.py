@@ -17,25 +17,19 @@ import warnings
 from pathlib import Path
 
 import pytest
-from conftest import (
+from conftest import Died, both_modes, child, fork_once, fresh, modes_and_trust, run
+from memory import (
     HUGE,
     PAGE,
-    Died,
     address_of,
-    both_modes,
-    child,
-    fork_once,
     free_huge_pages,
-    fresh,
     is_mapped,
     libc,
     map_at,
     mappings,
     mappings_now,
     marked,
-    modes_and_trust,
     read,
-    run,
     smaps,
     unmap,
     vm_flags,

@@ -17,22 +17,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import (
-    HUGE,
-    PAGE,
-    both_modes,
-    child,
-    fork_once,
-    fresh,
-    huge_page_pool,
-    in_threads,
-    is_mapped,
-    libc,
-    map_at,
-    read,
-    smaps,
-    write,
-)
+from conftest import both_modes, child, fork_once, fresh, in_threads
+from memory import HUGE, PAGE, huge_page_pool, is_mapped, libc, map_at, read, smaps, write
 from strace import NOISE, names, traced
 
 import rdmafork

@@ -14,21 +14,8 @@ import warnings
 from multiprocessing.reduction import DupFd
 
 import pytest
-from conftest import (
-    HUGE,
-    PAGE,
-    both_modes,
-    child,
-    fork_once,
-    free_huge_pages,
-    fresh,
-    mappings,
-    mappings_now,
-    modes_and_trust,
-    needs_pins,
-    vm_flags,
-    write,
-)
+from conftest import both_modes, child, fork_once, fresh, modes_and_trust, needs_pins
+from memory import HUGE, PAGE, free_huge_pages, mappings, mappings_now, vm_flags, write
 from seccomp import refuse
 
 import rdmafork

@@ -7,17 +7,8 @@ import signal
 import weakref
 
 import pytest
-from conftest import (
-    PAGE,
-    PLACE,
-    both_modes,
-    child,
-    fork_once,
-    fresh,
-    marked,
-    private_map,
-    read,
-)
+from conftest import both_modes, child, fork_once, fresh
+from memory import PAGE, PLACE, marked, private_map, read
 
 import rdmafork
 from rdmafork import register, register_address, stats

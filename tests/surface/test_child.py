@@ -13,17 +13,13 @@ import sys
 import weakref
 
 import pytest
-from conftest import (
+from conftest import both_modes, child, fork_once, fresh, needs_lazy
+from memory import (
     MAP_FIXED_NOREPLACE,
     PAGE,
-    both_modes,
-    child,
-    fork_once,
-    fresh,
     is_mapped,
     libc,
     map_at,
-    needs_lazy,
     private_map,
     shared_map,
     vm_flags,

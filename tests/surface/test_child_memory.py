@@ -19,22 +19,8 @@ from collections import Counter
 from typing import NamedTuple
 
 import pytest
-from conftest import (
-    HUGE,
-    MAP_FIXED,
-    PAGE,
-    SLOWNESS,
-    child,
-    libc,
-    madvise,
-    map_at,
-    modes_and_trust,
-    run,
-    scaled,
-    unmap,
-    unmarks_huge_pages,
-    write,
-)
+from conftest import SLOWNESS, child, modes_and_trust, run, scaled
+from memory import HUGE, MAP_FIXED, PAGE, libc, madvise, map_at, unmap, unmarks_huge_pages, write
 
 import rdmafork
 

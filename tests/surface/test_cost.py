@@ -15,17 +15,8 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from conftest import (
-    PAGE,
-    Cyclic,
-    both_modes,
-    child,
-    fork_once,
-    fresh,
-    libc,
-    needs_lazy,
-    private_map,
-)
+from conftest import both_modes, child, fork_once, fresh, needs_lazy
+from memory import PAGE, Cyclic, libc, private_map
 from strace import traced
 
 import rdmafork

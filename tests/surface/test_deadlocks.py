@@ -12,15 +12,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import (
-    SLOWNESS,
-    address_of,
-    both_modes,
-    compile_c,
-    fork_once,
-    scaled,
-    vm_flags,
-)
+from conftest import SLOWNESS, both_modes, compile_c, fork_once, scaled
+from memory import address_of, vm_flags
 
 import rdmafork
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import c_api
 import pytest
-from conftest import PAGE, child, compile_c, fork_once, fresh, is_mapped, private_map, vm_flags
+from conftest import child, compile_c, fork_once, fresh
+from memory import PAGE, is_mapped, private_map, vm_flags
 
 import rdmafork
 

@@ -16,23 +16,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from conftest import (
-    PAGE,
-    PLACE,
-    both_modes,
-    child,
-    compile_c,
-    fork_once,
-    fresh,
-    is_mapped,
-    libc,
-    map_at,
-    needs_lazy,
-    private_map,
-    smaps,
-    unmap,
-    vm_flags,
-)
+from conftest import both_modes, child, compile_c, fork_once, fresh, needs_lazy
+from memory import PAGE, PLACE, is_mapped, libc, map_at, private_map, smaps, unmap, vm_flags
 
 import rdmafork
 from rdmafork import _access

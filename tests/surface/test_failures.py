@@ -15,22 +15,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import (
-    HUGE,
-    PAGE,
-    both_modes,
-    child,
-    fork_once,
-    fresh,
-    libc,
-    map_at,
-    needs_pins,
-    pool_lock,
-    private_map,
-    run,
-    shared_map,
-    smaps,
-)
+from conftest import both_modes, child, fork_once, fresh, needs_pins, run
+from memory import HUGE, PAGE, libc, map_at, pool_lock, private_map, shared_map, smaps
 from seccomp import (
     DOFORK,
     DONTFORK,

@@ -16,20 +16,8 @@ import threading
 import warnings
 
 import pytest
-from conftest import (
-    PAGE,
-    both_modes,
-    compile_c,
-    fork_once,
-    fresh,
-    libc,
-    map_at,
-    marks_stay,
-    private_map,
-    read,
-    vm_flags,
-    write,
-)
+from conftest import both_modes, compile_c, fork_once, fresh
+from memory import PAGE, libc, map_at, marks_stay, private_map, read, vm_flags, write
 
 import rdmafork
 

@@ -17,17 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import (
-    FREE_THREADED,
-    HERE,
-    PAGE,
-    both_modes,
-    child,
-    fork_once,
-    fresh,
-    in_threads,
-    private_map,
-)
+from conftest import FREE_THREADED, HERE, both_modes, child, fork_once, fresh, in_threads
+from memory import PAGE, private_map
 from standin import Builder
 
 import rdmafork

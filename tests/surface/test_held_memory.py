@@ -5,22 +5,8 @@ import gc
 import weakref
 
 import pytest
-from conftest import (
-    PAGE,
-    PLACE,
-    Owner,
-    both_modes,
-    child,
-    fork_once,
-    fresh,
-    map_at,
-    mappings,
-    marked,
-    needs_lazy,
-    pages,
-    private_map,
-    write,
-)
+from conftest import both_modes, child, fork_once, fresh, needs_lazy
+from memory import PAGE, PLACE, Owner, map_at, mappings, marked, pages, private_map, write
 
 import rdmafork
 from rdmafork import register, register_address, stats

@@ -5,7 +5,8 @@ import random
 import resource
 
 import pytest
-from conftest import PAGE, UNTRUSTED, child, fork_once, fresh, marked, private_map, read
+from conftest import UNTRUSTED, child, fork_once, fresh
+from memory import PAGE, marked, private_map, read
 
 import rdmafork
 from rdmafork import SharedPageWarning, register, register_address, stats

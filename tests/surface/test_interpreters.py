@@ -8,19 +8,8 @@ import textwrap
 import threading
 
 import pytest
-from conftest import (
-    PAGE,
-    TIMEOUT,
-    both_modes,
-    child,
-    environment,
-    fork_once,
-    fresh,
-    in_threads,
-    is_mapped,
-    private_map,
-    vm_flags,
-)
+from conftest import TIMEOUT, both_modes, child, environment, fork_once, fresh, in_threads
+from memory import PAGE, is_mapped, private_map, vm_flags
 
 import rdmafork
 

@@ -8,11 +8,8 @@ import struct
 from pathlib import Path
 
 import pytest
-from conftest import (
-    LAZY,
-    PAGE,
-    fresh,
-)
+from conftest import LAZY, fresh
+from memory import PAGE
 
 import rdmafork
 

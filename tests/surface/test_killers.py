@@ -21,16 +21,8 @@ from multiprocessing.shared_memory import SharedMemory
 from typing import NamedTuple
 
 import pytest
-from conftest import (
-    LAZY,
-    MADV_DONTFORK,
-    PAGE,
-    SLOWNESS,
-    libc,
-    madvise,
-    run,
-    scaled,
-)
+from conftest import LAZY, SLOWNESS, run, scaled
+from memory import MADV_DONTFORK, PAGE, libc, madvise
 
 import rdmafork
 

@@ -18,27 +18,20 @@ import threading
 
 import c_api
 import pytest
-from conftest import (
+from conftest import SLOWNESS, both_modes, child, fork_once, fresh, modes_and_trust, run, scaled
+from memory import (
     HUGE,
     MADV_DOFORK,
     PAGE,
     PLACE,
-    SLOWNESS,
-    both_modes,
-    child,
-    fork_once,
-    fresh,
     huge_page_pool,
     madvise,
     map_at,
     marked,
-    modes_and_trust,
     pages,
     private_map,
     read,
     remap,
-    run,
-    scaled,
     shared_map,
     unmap,
     vm_flags,

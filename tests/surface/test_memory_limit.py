@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import Died, both_modes, needs_pins, private_map, run
+from conftest import Died, both_modes, needs_pins, run
+from memory import private_map
 
 import rdmafork
 from rdmafork import _pins

@@ -11,18 +11,14 @@ import os
 import random
 
 import pytest
-from conftest import (
+from conftest import child, modes_and_trust, needs_lazy, run, scaled
+from memory import (
     HUGE,
     MAP_FIXED_NOREPLACE,
     PAGE,
     Owner,
-    child,
     map_at,
-    modes_and_trust,
-    needs_lazy,
     remap,
-    run,
-    scaled,
     smaps,
     unmap,
     unmarks_huge_pages,

@@ -6,22 +6,8 @@ import signal
 import warnings
 
 import pytest
-from conftest import (
-    PAGE,
-    PLACE,
-    UNTRUSTED,
-    both_modes,
-    child,
-    fork_once,
-    fresh,
-    map_at,
-    marked,
-    needs_lazy,
-    pages,
-    private_map,
-    read,
-    run,
-)
+from conftest import UNTRUSTED, both_modes, child, fork_once, fresh, needs_lazy, run
+from memory import PAGE, PLACE, map_at, marked, pages, private_map, read
 
 import rdmafork
 from rdmafork import register, register_address, stats

@@ -1,19 +1,8 @@
 """on_fork: a child gets nothing of registered memory, zeros, or a copy."""
 
 import pytest
-from conftest import (
-    HUGE,
-    PAGE,
-    both_modes,
-    child,
-    fresh,
-    huge_map,
-    private_map,
-    read,
-    run,
-    vm_flags,
-    write,
-)
+from conftest import both_modes, child, fresh, run
+from memory import HUGE, PAGE, huge_map, private_map, read, vm_flags, write
 
 import rdmafork
 from rdmafork import register, register_address

@@ -6,21 +6,16 @@ import os
 import signal
 
 import pytest
-from conftest import (
+from conftest import both_modes, child, fork_once, modes_and_trust, needs_pins, run
+from memory import (
     HUGE,
     PAGE,
-    both_modes,
-    child,
-    fork_once,
     huge_map,
     map_at,
     marked,
-    modes_and_trust,
-    needs_pins,
     pages,
     private_map,
     read,
-    run,
     unmap,
     unmarks_huge_pages,
     write,

@@ -9,24 +9,26 @@ import struct
 
 import pytest
 from conftest import (
-    PAGE,
-    PLACE,
     UNTRUSTED,
-    Owner,
     both_modes,
     child,
     fork_once,
     fresh,
-    libc,
-    map_at,
-    marked,
     modes_and_trust,
     needs_lazy,
     needs_pins,
+    run,
+)
+from memory import (
+    PAGE,
+    PLACE,
+    Owner,
+    libc,
+    map_at,
+    marked,
     pages,
     private_map,
     read,
-    run,
     shared_map,
     unmap,
     write,

@@ -12,22 +12,8 @@ import os
 import threading
 
 import pytest
-from conftest import (
-    MAP_FIXED_NOREPLACE,
-    PAGE,
-    Owner,
-    child,
-    fork_once,
-    in_threads,
-    map_at,
-    modes_and_trust,
-    read,
-    remap,
-    run,
-    scaled,
-    smaps,
-    unmap,
-)
+from conftest import child, fork_once, in_threads, modes_and_trust, run, scaled
+from memory import MAP_FIXED_NOREPLACE, PAGE, Owner, map_at, read, remap, smaps, unmap
 from model import ABSENT, PRESENT, Model
 
 import rdmafork

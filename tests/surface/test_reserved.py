@@ -13,21 +13,17 @@ import random
 import signal
 
 import pytest
-from conftest import (
+from conftest import both_modes, child, fresh, modes_and_trust, run
+from memory import (
     MADV_DONTFORK,
     MAP_NORESERVE,
     PAGE,
     address_of,
-    both_modes,
-    child,
-    fresh,
     libc,
     madvise,
     map_at,
-    modes_and_trust,
     private_map,
     read,
-    run,
     write,
 )
 

@@ -10,18 +10,8 @@ import threading
 import warnings
 
 import pytest
-from conftest import (
-    PAGE,
-    UNTRUSTED,
-    both_modes,
-    child,
-    fresh,
-    libc,
-    private_map,
-    read,
-    smaps,
-    write,
-)
+from conftest import UNTRUSTED, both_modes, child, fresh
+from memory import PAGE, libc, private_map, read, smaps, write
 
 import rdmafork
 from rdmafork import Buffer, SharedPageWarning, register, register_address

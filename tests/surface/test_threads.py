@@ -6,18 +6,8 @@ import random
 import subprocess
 import sys
 
-from conftest import (
-    PAGE,
-    TIMEOUT,
-    both_modes,
-    child,
-    fork_once,
-    fresh,
-    in_threads,
-    private_map,
-    smaps,
-    vm_flags,
-)
+from conftest import TIMEOUT, both_modes, child, fork_once, fresh, in_threads
+from memory import PAGE, private_map, smaps, vm_flags
 
 import rdmafork
 

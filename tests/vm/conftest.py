@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import free_huge_pages, huge_page_pool
+from memory import free_huge_pages, huge_page_pool
 
 from vm.rc import Rc
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import HUGE, PAGE, address_of, madvise, marks_stay, smaps
+from memory import HUGE, PAGE, address_of, madvise, marks_stay, smaps
 
 import rdmafork
 

@@ -7,7 +7,8 @@ import os
 import signal
 
 import pytest
-from conftest import PAGE, fork_once, fresh
+from conftest import fork_once, fresh
+from memory import PAGE
 
 import rdmafork
 from vm.rc import Forked, Ours, State, eventually, memory, pinned, pinned_pages, start

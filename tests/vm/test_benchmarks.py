@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import SLOWNESS, marks_stay
+from conftest import SLOWNESS
+from memory import marks_stay
 
 import rdmafork
 from rdmafork.benchmarks import device as benchmark

@@ -11,7 +11,8 @@ import sys
 
 import pytest
 import self_calling_libibverbs
-from conftest import SLOWNESS, TIMEOUT, child, environment, marks_stay, run, vm_flags
+from conftest import SLOWNESS, TIMEOUT, child, environment, run
+from memory import marks_stay, vm_flags
 
 import rdmafork
 from vm.rc import ALL, Ours, State, memory

@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import PAGE, both_modes, fork_once, fresh, private_map, smaps
+from conftest import both_modes, fork_once, fresh
+from memory import PAGE, private_map, smaps
 from surface import test_errors as errors
 
 import rdmafork

@@ -6,7 +6,8 @@ import functools
 import sys
 
 import pytest
-from conftest import HUGE, PAGE, fresh, is_mapped, vm_flags
+from conftest import fresh
+from memory import HUGE, PAGE, is_mapped, vm_flags
 
 import rdmafork
 from vm.rc import ALL, Forked, Ours, State, idle_first, memory, pinned, span, start

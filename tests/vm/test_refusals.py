@@ -10,7 +10,8 @@ import socket  # noqa: F401 - by rdmafork, when Python's files may be out of rea
 from pathlib import Path
 
 import pytest
-from conftest import PAGE, fresh, libc, map_at, unmap
+from conftest import fresh
+from memory import PAGE, libc, map_at, unmap
 
 import rdmafork
 from rdmafork import Access

@@ -1,7 +1,8 @@
 """Half a minute of the soak on a device, of the hours in `make soak-vm`."""
 
 import pytest
-from conftest import both_modes, marks_stay
+from conftest import both_modes
+from memory import marks_stay
 from soak.test_soak import has_done_all, soak
 
 import rdmafork

@@ -9,7 +9,8 @@ import sys
 import threading
 
 import pytest
-from conftest import PAGE, fresh
+from conftest import fresh
+from memory import PAGE
 
 import rdmafork
 from vm.rc import Ours, State, Window, job_of, memory, span, start, write_over

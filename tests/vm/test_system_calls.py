@@ -7,7 +7,8 @@ import re
 import shutil
 
 import pytest
-from conftest import marks_stay, run
+from conftest import run
+from memory import marks_stay
 
 import rdmafork
 from vm.rc import ALL, Ours, memory, span, start

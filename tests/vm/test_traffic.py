@@ -10,7 +10,8 @@ import mmap
 import os
 
 import pytest
-from conftest import MAP_NORESERVE, PAGE, fork_once, fresh, libc, map_at
+from conftest import fork_once, fresh
+from memory import MAP_NORESERVE, PAGE, libc, map_at
 
 import rdmafork
 from vm.rc import ALL, Forked, Ours, idle_first, memory, pinned, span, start

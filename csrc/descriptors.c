@@ -14,40 +14,27 @@ static void set_number(int *to, int number)
 /* The item of @number, or with 0 a free one; NULL: none. */
 static struct rf_descriptor *find(struct rf_descriptors *descriptors, int number)
 {
-	struct rf_descriptor_block *block = &descriptors->first;
 	size_t i;
 
-	for (; block; block = block->next)
+	for (; descriptors; descriptors = descriptors->next)
 		for (i = 0; i < RF_DESCRIPTORS_BLOCK; i++)
-			if (block->items[i].number == number)
-				return &block->items[i];
+			if (descriptors->items[i].number == number)
+				return &descriptors->items[i];
 	return NULL;
-}
-
-static bool is_empty(const struct rf_descriptors *descriptors)
-{
-	const struct rf_descriptor_block *block = &descriptors->first;
-	size_t i;
-
-	for (; block; block = block->next)
-		for (i = 0; i < RF_DESCRIPTORS_BLOCK; i++)
-			if (block->items[i].number)
-				return false;
-	return true;
 }
 
 static int add_block(struct rf_descriptors *descriptors, struct rf_descriptor **item)
 {
-	struct rf_descriptor_block *block, *last = &descriptors->first;
+	struct rf_descriptors *more;
 	void *memory;
 
-	if (rf_sys_map(sizeof(*block), &memory) < 0)
+	if (rf_sys_map(sizeof(*more), &memory) < 0)
 		return -ENOMEM;
-	block = memory;
-	while (last->next)
-		last = last->next;
-	__atomic_store_n(&last->next, block, __ATOMIC_RELEASE);
-	*item = &block->items[0];
+	more = memory;
+	while (descriptors->next)
+		descriptors = descriptors->next;
+	__atomic_store_n(&descriptors->next, more, __ATOMIC_RELEASE);
+	*item = &more->items[0];
 	return 0;
 }
 
@@ -84,50 +71,9 @@ static int identify(int fd, struct rf_file *file)
 static bool is_still(const struct rf_descriptor *item)
 {
 	struct rf_file file;
-	int rc;
+	int rc = identify(item->number - 1, &file);
 
-	if (!item->number)
-		return false;
-	rc = identify(item->number - 1, &file);
 	return rc < 0 ? rc != -EBADF : rf_sys_is_same(&file, &item->file);
-}
-
-/* Ours, and not a file of the program's that has got its number. */
-static bool is_null_still(int null)
-{
-	int rc = null ? rf_sys_is_signed(null - 1) : 0;
-
-	return rc < 0 ? rc != -EBADF : rc;
-}
-
-static void close_null(struct rf_descriptors *descriptors)
-{
-	int fd = descriptors->null - 1;
-	bool ours = is_null_still(descriptors->null);
-
-	set_number(&descriptors->null, 0);
-	if (ours)
-		rf_sys_close(fd);
-}
-
-/*
- * Opened before it is needed: a child may have no descriptor left, or another root. For
- * reading alone, so that a command written to it fails: after one that succeeded librdmacm
- * would wait for its outcome for ever.
- */
-static int open_null(struct rf_descriptors *descriptors)
-{
-	int fd;
-
-	if (is_null_still(descriptors->null))
-		return 0;
-	/* The program has closed ours, and another file may have its number. */
-	set_number(&descriptors->null, 0);
-	fd = rf_sys_open("/dev/null", RF_READ_SIGNED);
-	if (fd < 0)
-		return fd;
-	set_number(&descriptors->null, fd + 1);
-	return 0;
 }
 
 int rf_descriptors_add(struct rf_descriptors *descriptors, int fd, bool mapped)
@@ -136,9 +82,6 @@ int rf_descriptors_add(struct rf_descriptors *descriptors, int fd, bool mapped)
 	struct rf_file file;
 	int rc = identify(fd, &file);
 
-	if (rc < 0)
-		return rc;
-	rc = open_null(descriptors);
 	if (rc < 0)
 		return rc;
 	/* Its number may be that of one that was closed behind our back. */
@@ -167,37 +110,67 @@ int rf_descriptors_remove(struct rf_descriptors *descriptors, int fd)
 	if (!item)
 		return -ENOENT;
 	set_number(&item->number, 0);
-	if (is_empty(descriptors))
-		close_null(descriptors);
 	return 0;
 }
 
-static void replace(int null, const struct rf_descriptor *item)
+/*
+ * For reading alone, so that a command written to it fails: after one that succeeded librdmacm
+ * would wait for its outcome for ever. After chroot() there may be none: then a pipe's end.
+ */
+static int open_null(void)
 {
-	int fd = item->number - 1;
+	int null = rf_sys_open("/dev/null", RF_READ), pipe[2];
 
-	/* If its number were free, the next file would get it, and commands for the device. */
-	if (!null || rf_sys_duplicate(null - 1, fd) < 0)
+	if (null >= 0 || rf_sys_pipe(pipe) < 0)
+		return null;
+	rf_sys_close(pipe[1]);
+	return pipe[0];
+}
+
+/* If its number were free, the next file would get it, and commands for the device. */
+static int open_over(int fd)
+{
+	int null = open_null(), rc;
+
+	if (null < 0) {
+		/* No other number was free: the next file gets this one. */
 		rf_sys_close(fd);
+		null = open_null();
+	}
+	if (null < 0 || null == fd)
+		return null;
+	rc = rf_sys_duplicate(null, fd);
+	rf_sys_close(null);
+	return rc;
+}
+
+int rf_descriptor_replace(int fd, const struct rf_file *mapped, int null)
+{
+	int rc = null < 0 ? open_over(fd) : rf_sys_duplicate(null, fd);
+
+	if (rc < 0)
+		rf_sys_close(fd);
+	if (mapped)
+		rf_vma_replace_file(mapped);
+	return rc < 0 ? null : fd;
 }
 
 void rf_descriptors_replace(struct rf_descriptors *descriptors)
 {
-	struct rf_descriptor_block *block = &descriptors->first;
+	int null = -1;
 	size_t i;
 
-	if (is_empty(descriptors))
-		return;
-	(void)open_null(descriptors);
-	for (; block; block = block->next) {
+	for (; descriptors; descriptors = descriptors->next) {
 		for (i = 0; i < RF_DESCRIPTORS_BLOCK; i++) {
-			if (is_still(&block->items[i])) {
-				replace(descriptors->null, &block->items[i]);
-				if (block->items[i].mapped)
-					rf_vma_replace_file(&block->items[i].file);
-			}
-			set_number(&block->items[i].number, 0);
+			struct rf_descriptor *item = &descriptors->items[i];
+
+			if (!item->number)
+				continue;
+			if (is_still(item))
+				null = rf_descriptor_replace(item->number - 1,
+							     item->mapped ? &item->file : NULL,
+							     null);
+			set_number(&item->number, 0);
 		}
 	}
-	close_null(descriptors);
 }

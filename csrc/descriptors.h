@@ -6,15 +6,14 @@
  * /dev/null in their place before fork() returns there: their numbers stay taken,
  * and a command still written to them reaches no device.
  *
- *	first block  [number file] [number file] ... -> next block -> ...
+ *	[number file] [number file] ... -> [number file] [number file] ... -> ...
  *
  * Read by the child handler of a fork that may come between any two stores, so an
  * item's number is stored last and cleared first, blocks never go away, and
  * nothing is counted. A number alone does not say that it is still the file that
  * was named: where it was closed, and the number is another file's, that file stays.
  * Files are told apart by their inode, and anonymous files, which have one between
- * them, by their kind: of two event channels one may be taken for the other. Our own
- * /dev/null bears flags that no program's does.
+ * them, by their kind: of two event channels one may be taken for the other.
  *
  * A mapping keeps its file open as a descriptor does, and a queue of a device is
  * one. Where such may exist the child looks through its maps in /proc, which takes a
@@ -37,26 +36,28 @@ struct rf_descriptor {
 
 #define RF_DESCRIPTORS_BLOCK 16
 
-struct rf_descriptor_block {
-	struct rf_descriptor items[RF_DESCRIPTORS_BLOCK];
-	struct rf_descriptor_block *next;
-};
-
 struct rf_descriptors {
-	struct rf_descriptor_block first;
-	int null;		/* /dev/null + 1, kept open while there are items; 0: none */
+	struct rf_descriptor items[RF_DESCRIPTORS_BLOCK];
+	struct rf_descriptors *next;
 };
 
 /*
- * -EBADF, -EMFILE, -ENOMEM, whatever opening /dev/null says: nothing has changed.
- * Once more for the same file: it is mapped if either says so.
+ * -EBADF, -ENOMEM: nothing has changed. Once more for the same file: it is mapped if either says
+ * so.
  */
 int rf_descriptors_add(struct rf_descriptors *descriptors, int fd, bool mapped);
 
 /* -ENOENT: it is not there. */
 int rf_descriptors_remove(struct rf_descriptors *descriptors, int fd);
 
-/* In a forked child: put /dev/null and zeros in their places, and forget them. */
+/*
+ * In a forked child: put /dev/null in the place of @fd, or else a pipe's end, or close it if
+ * neither can be had. Put zeros in the place of what is mapped from @mapped, if that is not NULL.
+ * @null is the result for an earlier one, which need not be opened again, or -1.
+ */
+int rf_descriptor_replace(int fd, const struct rf_file *mapped, int null);
+
+/* In a forked child: do that with all of them, and forget them. */
 void rf_descriptors_replace(struct rf_descriptors *descriptors);
 
 #endif

@@ -258,7 +258,8 @@ RF_API uint32_t rf_generation(void);
 
 /*
  * Give forked children /dev/null in the place of descriptor @fd, before fork() returns
- * there. @fd is a device's: through it a child would reach the parent's objects.
+ * there; after chroot() to where there is none, a pipe's end. @fd is a device's: through it a
+ * child would reach the parent's objects.
  * A mapping keeps a file open too: with RF_MAPPED in @flags, in this call or a later
  * one, private zeros also take the place of all that is mapped from the file. The child
  * looks for that, a microsecond for each of its mappings. Works without rf_fork_init().
@@ -270,7 +271,7 @@ RF_API uint32_t rf_generation(void);
  *		open, rf_descriptor_omit()
  *	} while ((!before || rf_forks() != before) && (close, true));
  *
- * Call rf_descriptor_release() before closing it. -EBADF, -EMFILE, -ENOMEM, -EDEADLK;
+ * Call rf_descriptor_release() before closing it. -EBADF, -ENOMEM, -EDEADLK;
  * -EINVAL: @flags has more than RF_MAPPED; -ENOENT: it was not omitted.
  */
 RF_API int rf_descriptor_omit(int fd, unsigned int flags);

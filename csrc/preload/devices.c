@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 #include "devices.h"
+#include "descriptors.h"
 #include "open_files.h"
 
 #define UVERBS "/dev/infiniband/uverbs"
 
-struct omission {
-	struct rf_descriptors *descriptors;
+struct replacement {
+	int null;	/* in the place of one before; -1: none */
 	bool device;	/* one of them is, and not only the connection manager's */
 };
 
@@ -22,40 +23,26 @@ static void list(void (*look)(void *data, int fd, const char *target), void *dat
 			look(data, fd, UVERBS);
 }
 
-/* /dev/null may not be there either. The number stays taken, as that is. */
-static void replace_by_pipe(int fd)
+static void replace_if_device(void *data, int fd, const char *target)
 {
-	int pipe[2];
-
-	if (rf_sys_pipe(pipe) < 0) {
-		rf_sys_close(fd);
-		return;
-	}
-	if (rf_sys_duplicate(pipe[0], fd) < 0)
-		rf_sys_close(fd);
-	rf_sys_close(pipe[0]);
-	rf_sys_close(pipe[1]);
-}
-
-static void omit_if_device(void *data, int fd, const char *target)
-{
-	struct omission *omission = data;
-	bool device = rf_open_files_begins(target, UVERBS);
+	struct replacement *replacement = data;
+	bool device = rf_open_files_begins(target, UVERBS), mapped;
+	struct rf_file file;
 
 	if (!device && !rf_open_files_begins(target, "/dev/infiniband/rdma_cm") &&
 	    !rf_open_files_begins(target, "anon_inode:[infinibandevent]"))
 		return;
-	omission->device |= device;
-	if (rf_descriptors_add(omission->descriptors, fd, device) < 0)
-		replace_by_pipe(fd);
+	replacement->device |= device;
+	mapped = device && rf_sys_identify(fd, &file) >= 0;
+	replacement->null = rf_descriptor_replace(fd, mapped ? &file : NULL, replacement->null);
 }
 
-bool rf_devices_omit(struct rf_descriptors *descriptors)
+bool rf_devices_replace(void)
 {
-	struct omission omission = { .descriptors = descriptors };
+	struct replacement replacement = { .null = -1 };
 
-	list(omit_if_device, &omission);
-	return omission.device;
+	list(replace_if_device, &replacement);
+	return replacement.device;
 }
 
 static void note_device(void *found, int fd, const char *target)

@@ -8,14 +8,14 @@
 #ifndef RF_DEVICES_H
 #define RF_DEVICES_H
 
-#include "descriptors.h"
+#include <stdbool.h>
 
 /*
- * In a forked child: add those to @descriptors, to be replaced. One that cannot be added
- * becomes the end of a pipe, or is closed. Where /proc cannot be read only uverbsN are found, by a
- * system call for each number that a descriptor may have. True: an uverbsN was open.
+ * In a forked child: replace them, and what is mapped from them. Where /proc cannot be read only
+ * uverbsN are found, by a system call for each number that a descriptor may have. True: an uverbsN
+ * was open.
  */
-bool rf_devices_omit(struct rf_descriptors *descriptors);
+bool rf_devices_replace(void);
 
 /* Is an uverbsN open? */
 bool rf_devices_are_open(void);

@@ -3,7 +3,6 @@
 #include "exec.h"
 #include "devices.h"
 #include "exit_report.h"
-#include "engine.h"
 #include "fork_callers.h"
 #include "ibv.h"
 
@@ -46,6 +45,6 @@ __attribute__((constructor)) static void begin(void)
 
 void rf_exec_child(void)
 {
-	if (on && !keeps_devices && rf_intercept_any() && rf_devices_omit(&rf_engine.descriptors))
+	if (on && !keeps_devices && rf_intercept_any() && rf_devices_replace())
 		rf_exit_report_device_gone();
 }

@@ -70,26 +70,6 @@ int rf_ask_ends_alone(struct rf_tracker *tracker, struct rf_slot *slot)
 	return rc;
 }
 
-/* A stretch of mappings that are alike, for which one change of the ranges is enough. */
-struct stretch {
-	uintptr_t start, end;
-	enum rf_nature nature;
-};
-
-static int record(struct rf_tracker *tracker, const struct stretch *stretch)
-{
-	const struct rf_change named = { .rename = true, .nature = (uint8_t)stretch->nature };
-	int rc;
-
-	if (stretch->start == stretch->end)
-		return 0;
-	rc = rf_ranges_reserve(&tracker->ranges, tracker->ranges.registrations);
-	if (rc < 0)
-		return rc;
-	rf_ranges_change(&tracker->ranges, stretch->start, stretch->end, &named);
-	return 0;
-}
-
 /*
  * Advice on part of an area that was never touched splits it for good: each part
  * gets an anon_vma of its own at its first fault, and such parts do not merge.
@@ -106,7 +86,7 @@ static void touch_before_split(struct rf_tracker *tracker, const struct rf_vma *
 	rf_marks_call(tracker, start, start + tracker->kernel->page_size, MADV_POPULATE_WRITE);
 }
 
-static enum rf_nature nature_of(const struct rf_tracker *tracker, const struct rf_vma *vma)
+static uint8_t nature_of(const struct rf_tracker *tracker, const struct rf_vma *vma)
 {
 	if (vma->shared)
 		return RF_NATURE_SHARED;
@@ -117,31 +97,28 @@ static enum rf_nature nature_of(const struct rf_tracker *tracker, const struct r
 int rf_ask(struct rf_tracker *tracker, uintptr_t start, uintptr_t end, bool will_split,
 	   uintptr_t *hole)
 {
-	struct stretch stretch = { .start = start, .end = start };
-	enum rf_nature nature;
+	struct rf_change named = { .rename = true };
+	struct rf_ranges *ranges = &tracker->ranges;
 	struct rf_vma vma;
 	uintptr_t at, stop;
-	int rc;
+	int rc, mapped;
 
 	*hole = 0;
 	for (at = start; at < end; at = stop) {
-		rc = rf_vma_part(&tracker->reader, at, end, &vma, &stop);
+		mapped = rf_vma_part(&tracker->reader, at, end, &vma, &stop);
+		if (mapped < 0)
+			return mapped;
+		if (mapped && will_split)
+			touch_before_split(tracker, &vma, at, stop);
+		if (!mapped && !*hole)
+			*hole = at;
+		rc = rf_ranges_reserve(ranges, ranges->registrations);
 		if (rc < 0)
 			return rc;
-		nature = rc ? nature_of(tracker, &vma) : RF_NATURE_UNASKED;
-		if (rc && will_split)
-			touch_before_split(tracker, &vma, at, stop);
-		if (!rc && !*hole)
-			*hole = at;
-		if (nature != stretch.nature) {
-			rc = record(tracker, &stretch);
-			if (rc < 0)
-				return rc;
-			stretch = (struct stretch){ at, at, nature };
-		}
-		stretch.end = stop;
+		named.nature = mapped ? nature_of(tracker, &vma) : RF_NATURE_UNASKED;
+		rf_ranges_change(ranges, at, stop, &named);
 	}
-	return record(tracker, &stretch);
+	return 0;
 }
 
 int rf_ask_is_shared(struct rf_tracker *tracker, uintptr_t start, uintptr_t end)

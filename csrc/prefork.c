@@ -20,9 +20,8 @@
  * its copy. But in a transparent huge page, which nothing tells from the others, a
  * single page that is left costs 50 us (benchmarks/break_even.py).
  */
-static const size_t page_steps[] = { 4096, 256, 16, 1 };
-
-#define STEPS (sizeof(page_steps) / sizeof(*page_steps))
+#define LONGEST_PAGES 4096
+#define SHORTER 16
 
 struct marking {
 	unsigned int refused;
@@ -66,39 +65,44 @@ static bool is_marked_otherwise(const struct rf_range *range)
 	       range->mark != rf_range_best_mark(range);
 }
 
+static bool is_to_be_wiped(const struct rf_range *range)
+{
+	return range->mark != RF_MARK_WIPEONFORK &&
+	       rf_range_best_mark(range) == RF_MARK_WIPEONFORK;
+}
+
+static bool is_to_do(const struct rf_range *range)
+{
+	return is_unasked(range) || is_due(range) || is_marked_otherwise(range);
+}
+
+/*
+ * Where the budget is used up. With MADV_DONTFORK the child maps zeros itself: an exchange is not
+ * worth the last VMAs.
+ */
+static bool is_to_do_all_the_same(const struct rf_range *range)
+{
+	return is_unasked(range) || is_due_and_marked(range) ||
+	       (is_marked_otherwise(range) && !is_to_be_wiped(range));
+}
+
+static bool has_any(const struct rf_tracker *tracker, bool (*belongs)(const struct rf_range *))
+{
+	struct rf_run run = { .end = 0 };
+
+	return rf_tracker_next_run(tracker, UINTPTR_MAX, belongs, &run);
+}
+
 static bool has_budget(const struct rf_tracker *tracker)
 {
 	return tracker->ranges.mark_edges + 2ull <= tracker->vma_budget;
 }
 
-/* With MADV_DONTFORK the child maps zeros itself: an exchange is not worth the last VMAs. */
-static bool has_budget_for(const struct rf_tracker *tracker, uint8_t best)
+/* Ranges that only lack budget wait for a release. */
+static void look_for_work(struct rf_tracker *tracker)
 {
-	return best != RF_MARK_WIPEONFORK || has_budget(tracker);
-}
-
-/* The work there is, found in one walk. */
-struct survey {
-	bool unasked, shared, doubted, otherwise, wiped, due;
-};
-
-static struct survey survey(const struct rf_tracker *tracker)
-{
-	struct rf_cursor cursor = rf_ranges_seek(&tracker->ranges, 0);
-	const struct rf_range *range = rf_ranges_at(cursor);
-	struct survey found = { .due = false };
-
-	for (; range; range = rf_ranges_next(&tracker->ranges, &cursor)) {
-		found.unasked |= is_unasked(range);
-		found.shared |= rf_range_is_marked_but_shared(range);
-		found.doubted |= is_due_and_marked(range);
-		found.otherwise |= is_marked_otherwise(range) &&
-				   has_budget_for(tracker, (uint8_t)rf_range_best_mark(range));
-		found.wiped |= range->mark != RF_MARK_WIPEONFORK &&
-			       rf_range_best_mark(range) == RF_MARK_WIPEONFORK;
-		found.due |= is_due_and_unmarked(range);
-	}
-	return found;
+	tracker->left = !has_budget(tracker);
+	tracker->dirty = has_any(tracker, tracker->left ? is_to_do_all_the_same : is_to_do);
 }
 
 /* ---- Counting ---- */
@@ -179,12 +183,12 @@ static void unmark_shared(struct rf_tracker *tracker)
 	}
 }
 
-/* Memory that may be private or shared is left to the kernel, which copies it. */
-static void leave_unasked(struct rf_tracker *tracker)
+/* To the kernel, which copies it. */
+static void leave_all(struct rf_tracker *tracker, bool (*belongs)(const struct rf_range *))
 {
 	struct rf_run run = { .end = 0 };
 
-	while (rf_tracker_next_run(tracker, UINTPTR_MAX, is_marked_and_unasked, &run))
+	while (rf_tracker_next_run(tracker, UINTPTR_MAX, belongs, &run))
 		rf_marks_leave(tracker, &run);
 }
 
@@ -270,8 +274,6 @@ static void mark_run(struct rf_tracker *tracker, struct marking *marking, const 
 {
 	int rc = rf_marks_set(tracker, run, run->best);
 
-	if (rc == -EINVAL && !run->mark && run->best == RF_MARK_WIPEONFORK)
-		rc = rf_marks_set(tracker, run, RF_MARK_DONTFORK);
 	if (rc == -EINVAL)
 		rc = mark_divided_page(tracker, run);
 	if (rc >= 0)
@@ -293,28 +295,32 @@ static void mark_doubted(struct rf_tracker *tracker)
 		mark_run(tracker, &marking, &run);
 }
 
-/* Mark due runs of at least @nbytes while there is room for them. */
-static void mark_due(struct rf_tracker *tracker, struct marking *marking, size_t nbytes)
+/* Mark due runs of at least @nbytes while there is room for them. True: there are shorter ones. */
+static bool mark_due(struct rf_tracker *tracker, struct marking *marking, size_t nbytes)
 {
 	struct rf_run run = { .end = 0 };
+	bool shorter = false;
 
 	while (!marking->full && has_budget(tracker) &&
 	       rf_tracker_next_run(tracker, UINTPTR_MAX, is_due_and_unmarked, &run)) {
-		if (run.end - run.start < nbytes)
+		if (run.end - run.start < nbytes) {
+			shorter = true;
 			continue;
+		}
 		if (!marking->may_wipe)
 			run.best = RF_MARK_DONTFORK;
 		mark_run(tracker, marking, &run);
 	}
+	return shorter;
 }
 
 static void mark_all_due(struct rf_tracker *tracker, bool may_wipe)
 {
 	struct marking marking = { .may_wipe = may_wipe };
-	size_t step;
+	size_t nbytes = LONGEST_PAGES * (size_t)tracker->kernel->page_size;
 
-	for (step = 0; step < STEPS; step++)
-		mark_due(tracker, &marking, page_steps[step] * tracker->kernel->page_size);
+	while (mark_due(tracker, &marking, nbytes))
+		nbytes /= SHORTER;
 	if (rf_unlikely(marking.lacking))
 		rf_marks_give_back(tracker);
 }
@@ -324,40 +330,24 @@ static void exchange_marks(struct rf_tracker *tracker)
 	struct rf_run run = { .end = 0 };
 
 	while (rf_tracker_next_run(tracker, UINTPTR_MAX, is_marked_otherwise, &run))
-		if (has_budget_for(tracker, run.best))
+		if (run.best != RF_MARK_WIPEONFORK || has_budget(tracker))
 			(void)rf_marks_exchange(tracker, &run);
 }
 
-static void walk(struct rf_tracker *tracker, struct rf_child_list *list)
+static void mark_all(struct rf_tracker *tracker, struct rf_child_list *list)
 {
-	struct survey found = survey(tracker);
-	bool may_wipe;
+	bool may_wipe = true;
 
-	if (found.unasked) {
-		ask_unasked(tracker);
-		found = survey(tracker);
-	}
-	if (found.shared)
-		unmark_shared(tracker);
-	if (!list)
-		return;
 	/* A child that another fork makes meanwhile must know of the marks that follow. */
-	may_wipe = true;
-	if (found.wiped || (rf_window_forks() > 1 && (found.due || found.otherwise)))
+	if (has_any(tracker, is_to_be_wiped) ||
+	    (rf_window_forks() > 1 && has_any(tracker, is_to_do)))
 		may_wipe = rf_child_list_make(list, tracker, 0, UINTPTR_MAX) >= 0;
-	if (found.doubted)
-		mark_doubted(tracker);
-	if (found.otherwise && may_wipe)
+	mark_doubted(tracker);
+	if (may_wipe)
 		exchange_marks(tracker);
-	if (found.due)
-		mark_all_due(tracker, may_wipe);
+	mark_all_due(tracker, may_wipe);
 	/* Where the kernel has refused, the next fork tries again. */
-	if (found.doubted || found.otherwise || found.due)
-		found = survey(tracker);
-	/* Ranges that only lack budget wait for a release. */
-	tracker->left = found.due && !has_budget(tracker);
-	tracker->dirty = found.unasked || found.doubted || found.otherwise ||
-			 (found.due && !tracker->left);
+	look_for_work(tracker);
 }
 
 /*
@@ -401,27 +391,25 @@ static void mark_again(struct rf_tracker *tracker)
 void rf_prefork(struct rf_tracker *tracker, struct rf_registry *registry,
 		struct rf_child_list *list)
 {
-	struct survey found;
-
 	if (tracker->contested)
 		mark_again(tracker);
 	rf_marks_retry_all(tracker);
-	tracker->dirty |= tracker->left && has_budget(tracker);
-	if (!registry->listed && tracker->dirty) {
-		found = survey(tracker);
-		tracker->dirty = found.unasked || found.due || found.doubted || found.otherwise;
-	}
+	if (tracker->dirty || (tracker->left && has_budget(tracker)))
+		look_for_work(tracker);
 	if (!registry->listed && !tracker->dirty)
 		return;
 	if (rf_vma_open(&tracker->reader) < 0) {
+		/* It may be private or shared. */
 		if (rf_tracker_trusts(tracker))
-			leave_unasked(tracker);
+			leave_all(tracker, is_marked_and_unasked);
 		else
 			leave_shared(tracker);
 		return;
 	}
 	count_listed(tracker, registry);
-	walk(tracker, list);
+	ask_unasked(tracker);
+	unmark_shared(tracker);
+	mark_all(tracker, list);
 	rf_vma_close(&tracker->reader);
 }
 
@@ -433,18 +421,15 @@ static bool is_given_back(const struct rf_range *range)
 
 void rf_prefork_leave_given_back(struct rf_tracker *tracker)
 {
-	struct rf_run run = { .end = 0 };
-
-	if (!rf_tracker_trusts(tracker))
-		return;
-	while (rf_tracker_next_run(tracker, UINTPTR_MAX, is_given_back, &run))
-		rf_marks_leave(tracker, &run);
+	if (rf_tracker_trusts(tracker))
+		leave_all(tracker, is_given_back);
 }
 
 void rf_prefork_settle(struct rf_tracker *tracker)
 {
 	if (!tracker->dirty || rf_vma_open(&tracker->reader) < 0)
 		return;
-	walk(tracker, NULL);
+	ask_unasked(tracker);
+	unmark_shared(tracker);
 	rf_vma_close(&tracker->reader);
 }

@@ -34,8 +34,8 @@ struct rf_tracker {
 	uint8_t base_shift;	/* log2 of a base page */
 	bool contested;		/* other code may take marks away: every fork marks again */
 	bool marks_stay;	/* the kernel unmarks no huge page, nor a driver's mapping */
-	bool dirty;		/* something is unasked or due: the next fork walks */
-	bool left;		/* something is due, and the budget was used up */
+	bool dirty;		/* something may be unasked or due: the next fork looks */
+	bool left;		/* something may be due still, as the budget was used up */
 	uint64_t vma_budget;
 	uint64_t partial_bytes;	/* of partial pages, as often as they are counted */
 	uintptr_t retry_at;	/* where a release goes on unmarking */

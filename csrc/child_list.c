@@ -170,7 +170,7 @@ static int collect_area(struct collection *to, const struct rf_area *area)
 /* A child lacks pages that wait to be unmarked, if one registration had filled them. */
 static uint8_t finds_on(const struct rf_range *range)
 {
-	if (!rf_range_is_counted(range) && range->flags & RF_RANGE_TO_UNMARK &&
+	if (!rf_range_is_counted(range) && range->flags & RF_RANGE_RETRY &&
 	    !(range->flags & RF_RANGE_PARTIAL))
 		return RF_FINDS_NOTHING;
 	return (uint8_t)rf_range_finds(range);

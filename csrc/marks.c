@@ -10,7 +10,7 @@
 #define SHARE_GIVEN_BACK 64
 #define SHORT_PAGES 16
 
-static const struct rf_change unmark = { .remark = true, .clear = RF_RANGE_TO_UNMARK };
+static const struct rf_change unmark = { .remark = true, .clear = RF_RANGE_RETRY };
 
 static bool is_marked(const struct rf_range *range)
 {
@@ -19,7 +19,7 @@ static bool is_marked(const struct rf_range *range)
 
 static bool is_marked_and_not_stuck(const struct rf_range *range)
 {
-	return range->mark && !(range->flags & RF_RANGE_STUCK);
+	return range->mark && !rf_range_is_stuck(range);
 }
 
 /* Unmarked parts of @run may bear a mark now: madvise() advises part of a range, then refuses. */
@@ -202,15 +202,15 @@ void rf_marks_clear_all(struct rf_tracker *tracker)
 		rf_marks_clear(tracker, &run);
 }
 
-static bool is_to_retry(const struct rf_range *range)
+/* Stuck memory too, which may be unmapped by now. */
+static bool is_to_unmark(const struct rf_range *range)
 {
 	return range->flags & RF_RANGE_RETRY;
 }
 
-/* Stuck memory may be unmapped by now. */
-static bool is_to_unmark(const struct rf_range *range)
+static bool is_to_retry(const struct rf_range *range)
 {
-	return range->flags & RF_RANGE_TO_UNMARK;
+	return is_to_unmark(range) && !rf_range_is_stuck(range);
 }
 
 void rf_marks_retry_all(struct rf_tracker *tracker)

@@ -37,7 +37,7 @@ static inline struct rf_change rf_marks_made(uint8_t mark)
 {
 	return (struct rf_change){ .remark = true,
 				   .mark = mark,
-				   .clear = RF_RANGE_DUE | RF_RANGE_LOST | RF_RANGE_TO_UNMARK };
+				   .clear = RF_RANGE_DUE | RF_RANGE_LOST | RF_RANGE_RETRY };
 }
 
 /* The advice that makes a mark, and the one that takes it back. */

@@ -328,7 +328,7 @@ static bool is_even(const struct rf_range *range)
 {
 	return rf_range_wants_mark(range) &&
 	       (!is_wiped(range) || rf_range_best_mark(range) == RF_MARK_WIPEONFORK) &&
-	       !(range->flags & (RF_RANGE_UNSURE | RF_RANGE_RETRY | RF_RANGE_STUCK));
+	       !(range->flags & (RF_RANGE_UNSURE | RF_RANGE_RETRY));
 }
 
 static void learn_leaf(struct rf_leaf *leaf)
@@ -687,11 +687,7 @@ static inline uint8_t change_piece(struct rf_ranges *ranges, struct rf_range *pi
 		return count_less(ranges, piece, change);
 	piece->flags = (uint8_t)((piece->flags | change->set) & ~change->clear);
 	ranges->retry |= change->set & RF_RANGE_RETRY;
-	if (rf_unlikely(change->tried)) {
-		piece->tries += piece->tries < RF_RANGE_TRIES;
-		if (piece->tries == RF_RANGE_TRIES)
-			piece->flags = (uint8_t)((piece->flags | RF_RANGE_STUCK) & ~RF_RANGE_RETRY);
-	}
+	piece->tries += change->tried && piece->tries < RF_RANGE_TRIES;
 	if (change->rename)
 		piece->nature = change->nature;
 	if (!change->remark)

@@ -76,12 +76,10 @@ enum rf_nature {
 #define RF_RANGE_DUE	2u
 /* Released, but the kernel would not unmark it yet. */
 #define RF_RANGE_RETRY	4u
-/* Released, and never unmarked while it is mapped: huge pages on 7.3, [vvar] everywhere. */
-#define RF_RANGE_STUCK	8u
 /* Its last registration did not fill it: while it is marked a child has its bytes. */
-#define RF_RANGE_PARTIAL 16u
+#define RF_RANGE_PARTIAL 8u
 /* Other code may have taken its mark away, and the kernel has refused to make it again. */
-#define RF_RANGE_LOST	32u
+#define RF_RANGE_LOST	16u
 
 struct rf_range {
 	uintptr_t start, end;
@@ -89,15 +87,13 @@ struct rf_range {
 	uint8_t mark;
 	uint8_t nature;
 	uint8_t flags;
-	uint8_t tries;		/* to unmark it */
+	uint8_t tries;		/* to unmark it, in vain and not for want of mappings */
 };
 
-/* Flags of a mark that is to go. A new mark has neither. */
-#define RF_RANGE_TO_UNMARK (RF_RANGE_RETRY | RF_RANGE_STUCK)
 /* The mark may be gone. */
 #define RF_RANGE_UNSURE (RF_RANGE_DOUBT | RF_RANGE_LOST)
 
-/* A mark is stuck that the kernel refuses to take back so often, but for want of mappings. */
+/* So many, and its mark is stuck: see rf_range_is_stuck(). */
 #define RF_RANGE_TRIES	8
 
 #define RF_LEAF_RANGES	31
@@ -145,7 +141,7 @@ struct rf_ranges {
 	uint32_t mark_edges;	/* addresses where the mark changes */
 	uint64_t marked_bytes;
 	uint64_t version;	/* changes with every change */
-	bool retry;		/* some range has a flag of RF_RANGE_TO_UNMARK, or had it */
+	bool retry;		/* some range has RF_RANGE_RETRY, or had it */
 	bool leftover;		/* some uncounted range was left with a mark */
 };
 
@@ -326,10 +322,16 @@ static inline enum rf_mark rf_range_best_mark(const struct rf_range *range)
 		       : RF_MARK_DONTFORK;
 }
 
+/* Never unmarked while it is mapped: huge pages on 7.3, [vvar] everywhere. Forks alone try. */
+static inline bool rf_range_is_stuck(const struct rf_range *range)
+{
+	return range->tries == RF_RANGE_TRIES;
+}
+
 /* It is counted no more, or it is shared: its mark waits to be taken away. */
 static inline bool rf_range_is_unwanted(const struct rf_range *range)
 {
-	return range->mark && !(range->flags & RF_RANGE_STUCK) && !rf_range_wants_mark(range);
+	return range->mark && !rf_range_is_stuck(range) && !rf_range_wants_mark(range);
 }
 
 /* Runs of marked pages: each takes at most two VMAs more. */

@@ -200,7 +200,7 @@ static void set_as(size_t start, size_t end, const struct rf_change *what)
 static void set(size_t start, size_t end)
 {
 	static const uint8_t some[] = { RF_RANGE_DOUBT, RF_RANGE_DUE, RF_RANGE_RETRY,
-					RF_RANGE_DUE | RF_RANGE_STUCK };
+					RF_RANGE_DUE | RF_RANGE_RETRY };
 	struct rf_change what = { .set = 0 };
 
 	switch (check_below(3)) {

@@ -114,7 +114,7 @@ static void huge_pages_that_stay_marked_are_given_up(void)
 	for (i = 0; i < RF_RANGE_TRIES; i++)
 		check_fork();
 	range = rf_ranges_find(ranges, (uintptr_t)huge);
-	CHECK(range && range->flags & RF_RANGE_STUCK);
+	CHECK(range && rf_range_is_stuck(range));
 }
 
 static bool child_reads_huge(const char *huge)

@@ -111,7 +111,7 @@ static void look_for_work(struct rf_tracker *tracker)
 static void count_listed(struct rf_tracker *tracker, struct rf_registry *registry)
 {
 	uint32_t index = registry->first_listed, next;
-	struct rf_extent old, extent;
+	struct rf_extent old;
 	struct rf_slot *slot;
 	int rc;
 
@@ -122,7 +122,7 @@ static void count_listed(struct rf_tracker *tracker, struct rf_registry *registr
 		if (slot->flags & RF_SLOT_COUNTED)
 			old = rf_tracker_extent(tracker, slot);
 		rc = rf_ask_ends(tracker, slot);
-		rf_tracker_count_again(tracker, slot, &old, RF_RANGE_DUE, &extent);
+		rf_tracker_count_again(tracker, slot, &old, RF_RANGE_DUE);
 		rf_registry_count(registry, slot);
 		/* Without an answer the slot stays listed, and the next fork asks again. */
 		if (rc >= 0)
@@ -139,7 +139,6 @@ void rf_prefork_count_all_waiting(struct rf_tracker *tracker, struct rf_registry
 {
 	const struct rf_extent none = { .start = 0 };
 	uint32_t index = RF_SLOT_NONE, left = registry->waiting;
-	struct rf_extent extent;
 	struct rf_slot *slot;
 
 	while (left) {
@@ -151,7 +150,7 @@ void rf_prefork_count_all_waiting(struct rf_tracker *tracker, struct rf_registry
 		slot = rf_registry_slot(registry, index);
 		if (slot->flags & RF_SLOT_COUNTED)
 			continue;
-		rf_tracker_count_again(tracker, slot, &none, 0, &extent);
+		rf_tracker_count_again(tracker, slot, &none, 0);
 		rf_registry_count(registry, slot);
 	}
 }

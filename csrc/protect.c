@@ -130,7 +130,8 @@ static int mark_runs(struct rf_tracker *tracker, uintptr_t start, uintptr_t end,
 static int ask_and_mark(struct rf_tracker *tracker, struct rf_child_list *list,
 			struct rf_slot *slot, bool forking, struct rf_error *error)
 {
-	struct rf_extent old, extent;
+	const struct rf_extent old = rf_tracker_extent(tracker, slot);
+	struct rf_extent extent;
 	uintptr_t hole;
 	int rc = rf_vma_open(&tracker->reader);
 
@@ -138,9 +139,9 @@ static int ask_and_mark(struct rf_tracker *tracker, struct rf_child_list *list,
 		error->cause = RF_CAUSE_NO_PROC;
 		return rc;
 	}
-	old = rf_tracker_extent(tracker, slot);
 	rc = rf_ask_ends(tracker, slot);
-	rf_tracker_count_again(tracker, slot, &old, 0, &extent);
+	rf_tracker_count_again(tracker, slot, &old, 0);
+	extent = rf_tracker_extent(tracker, slot);
 	if (rc >= 0)
 		rc = rf_ask(tracker, extent.start, extent.end, true, &hole);
 	rf_vma_close(&tracker->reader);

@@ -84,17 +84,17 @@ void rf_tracker_count_partial(struct rf_tracker *tracker, uintptr_t start, uintp
 }
 
 void rf_tracker_count_again(struct rf_tracker *tracker, const struct rf_slot *slot,
-			    const struct rf_extent *old, uint8_t flags, struct rf_extent *extent)
+			    const struct rf_extent *old, uint8_t flags)
 {
+	const struct rf_extent extent = rf_tracker_extent(tracker, slot);
 	const uint8_t finds = rf_tracker_finds(slot);
 	const struct rf_change more = { .count = 1, .finds = finds, .set = flags };
 	const struct rf_change less = { .count = -1, .finds = finds };
 
-	*extent = rf_tracker_extent(tracker, slot);
-	if (!memcmp(old, extent, sizeof(*old)))
+	if (!memcmp(old, &extent, sizeof(extent)))
 		return;
-	if (extent->start < extent->end)
-		rf_tracker_count(tracker, *extent, &more);
+	if (extent.start < extent.end)
+		rf_tracker_count(tracker, extent, &more);
 	/* Second, so that no page is without a count in between. */
 	if (old->start < old->end)
 		rf_tracker_count(tracker, *old, &less);

@@ -133,7 +133,7 @@ static inline void rf_tracker_count(struct rf_tracker *tracker, struct rf_extent
 
 /* Its ends are known better than when it was counted as @old, or not at all: count it anew. */
 void rf_tracker_count_again(struct rf_tracker *tracker, const struct rf_slot *slot,
-			    const struct rf_extent *old, uint8_t flags, struct rf_extent *extent);
+			    const struct rf_extent *old, uint8_t flags);
 
 /* Touching ranges that one madvise() serves. */
 struct rf_run {

@@ -60,6 +60,49 @@ void rf_transient_close(int fd)
 	rf_sys_transient(false);
 }
 
+int rf_text_next(struct rf_text *text, const char **line, size_t *length)
+{
+	char *newline;
+	ssize_t rc;
+	bool rest;
+
+	for (;;) {
+		newline = memchr(text->bytes + text->at, '\n', text->used - text->at);
+		if (newline || text->used - text->at == sizeof(text->bytes)) {
+			*line = text->bytes + text->at;
+			*length = newline ? (size_t)(newline - *line) : sizeof(text->bytes);
+			text->at += *length + (newline != NULL);
+			rest = text->cut;
+			text->cut = !newline;
+			if (rest)
+				continue;
+			return 1;
+		}
+		memmove(text->bytes, text->bytes + text->at, text->used - text->at);
+		text->used -= text->at;
+		text->at = 0;
+		rc = rf_sys_read(text->fd, text->bytes + text->used,
+				 sizeof(text->bytes) - text->used);
+		text->reads++;
+		if (rc <= 0)
+			return (int)rc;
+		text->used += (size_t)rc;
+	}
+}
+
+bool rf_text_kib(const char *line, size_t length, const char *name, uint64_t *kib)
+{
+	size_t at = strlen(name);
+
+	if (length < at || memcmp(line, name, at) != 0)
+		return false;
+	while (at < length && (line[at] == ' ' || line[at] == '\t'))
+		at++;
+	for (*kib = 0; at < length && line[at] >= '0' && line[at] <= '9' && *kib >> 50 == 0; at++)
+		*kib = *kib * 10 + (uint64_t)(line[at] - '0');
+	return true;
+}
+
 /* The program may have the same file open; its flags are not ours. */
 static void close_if_of_proc(void *unused, int fd, const char *target)
 {

@@ -72,62 +72,17 @@ bool rf_vma_parse(const char *line, size_t length, struct rf_vma *vma, struct rf
 	return true;
 }
 
-/* A file of /proc, line by line. */
-struct text {
-	int fd;
-	size_t used, at;
-	uint64_t *questions;
-	bool cut;		/* the line before goes on */
-	char bytes[768];	/* on the stack of signal handlers that fork, too */
-};
-
-/*
- * The next line without its end, cut at the buffer's size: the parts that matter
- * come first. 0: there is no more.
- */
-static int next_line(struct text *text, const char **line, size_t *length)
-{
-	char *newline;
-	ssize_t rc;
-	bool rest;
-
-	for (;;) {
-		newline = memchr(text->bytes + text->at, '\n', text->used - text->at);
-		if (newline || text->used - text->at == sizeof(text->bytes)) {
-			*line = text->bytes + text->at;
-			*length = newline ? (size_t)(newline - *line) : sizeof(text->bytes);
-			text->at += *length + (newline != NULL);
-			rest = text->cut;
-			text->cut = !newline;
-			if (rest)
-				continue;
-			return 1;
-		}
-		memmove(text->bytes, text->bytes + text->at, text->used - text->at);
-		text->used -= text->at;
-		text->at = 0;
-		rc = rf_sys_read(text->fd, text->bytes + text->used,
-				 sizeof(text->bytes) - text->used);
-		++*text->questions;
-		if (rc <= 0)
-			return (int)rc;
-		text->used += (size_t)rc;
-	}
-}
-
 void rf_vma_replace_file(const struct rf_file *file)
 {
-	uint64_t questions = 0;
-	struct text text = { .questions = &questions };
+	struct rf_text text = { .fd = rf_transient_open("/proc/thread-self/maps") };
 	struct rf_file mapped;
 	struct rf_vma vma;
 	const char *line;
 	size_t length;
 
-	text.fd = rf_transient_open("/proc/thread-self/maps");
 	if (text.fd < 0)
 		return;
-	while (next_line(&text, &line, &length) > 0)
+	while (rf_text_next(&text, &line, &length) > 0)
 		if (rf_vma_parse(line, length, &vma, &mapped) && mapped.device == file->device &&
 		    mapped.inode == file->inode)
 			(void)rf_sys_map_over(vma.start, vma.end - vma.start);
@@ -137,20 +92,22 @@ void rf_vma_replace_file(const struct rf_file *file)
 /* All of maps into the table. */
 static int read_table(struct rf_vma_reader *reader)
 {
-	struct text text = { .fd = reader->fd, .questions = &reader->questions };
+	struct rf_text text = { .fd = reader->fd };
 	struct rf_file file;
 	struct rf_vma vma;
 	const char *line;
 	size_t length;
 	int rc;
 
-	while ((rc = next_line(&text, &line, &length)) > 0) {
+	while ((rc = rf_text_next(&text, &line, &length)) > 0) {
 		if (!rf_vma_parse(line, length, &vma, &file))
 			continue;
-		if (rf_memory_grow(&reader->table, reader->count + 1) < 0)
-			return -ENOMEM;
+		rc = rf_memory_grow(&reader->table, reader->count + 1);
+		if (rc < 0)
+			break;
 		((struct rf_vma *)reader->table.items)[reader->count++] = vma;
 	}
+	reader->questions += text.reads;
 	return rc;
 }
 
@@ -193,46 +150,30 @@ void rf_vma_close(struct rf_vma_reader *reader)
 	reader->fd = -1;
 }
 
-/* "KernelPageSize:     2048 kB" */
-static bool parse_page_size(const char *line, size_t length, uint8_t *shift)
-{
-	static const char key[] = "KernelPageSize:";
-	uint64_t kilobytes = 0;
-	size_t at = sizeof(key) - 1;
-
-	if (length < sizeof(key) || memcmp(line, key, sizeof(key) - 1) != 0)
-		return false;
-	while (at < length && line[at] == ' ')
-		at++;
-	for (; at < length && line[at] >= '0' && line[at] <= '9' && kilobytes < 1u << 30; at++)
-		kilobytes = kilobytes * 10 + (uint64_t)(line[at] - '0');
-	if (!kilobytes || kilobytes & (kilobytes - 1))
-		return false;
-	*shift = (uint8_t)(10 + __builtin_ctzll(kilobytes));
-	return true;
-}
-
 /* The page size of @vma, from smaps. */
 static int find_page_size(struct rf_vma_reader *reader, struct rf_vma *vma)
 {
-	struct text text = { .questions = &reader->questions };
+	struct rf_text text = { .fd = rf_transient_open("/proc/thread-self/smaps") };
 	struct rf_file file;
 	struct rf_vma header;
 	const char *line;
 	bool found = false;
+	uint64_t kib = 0;
 	size_t length;
 	int rc;
 
-	text.fd = rf_transient_open("/proc/thread-self/smaps");
 	if (text.fd < 0)
 		return text.fd;
-	while ((rc = next_line(&text, &line, &length)) > 0) {
+	while ((rc = rf_text_next(&text, &line, &length)) > 0) {
 		if (rf_vma_parse(line, length, &header, &file))
 			found = header.start <= vma->start && vma->start < header.end;
-		else if (found && parse_page_size(line, length, &vma->shift))
+		else if (found && rf_text_kib(line, length, "KernelPageSize:", &kib))
 			break;
 	}
 	rf_transient_close(text.fd);
+	reader->questions += text.reads;
+	if (kib && !(kib & (kib - 1)))
+		vma->shift = (uint8_t)(10 + __builtin_ctzll(kib));
 	return rc < 0 ? rc : 0;
 }
 

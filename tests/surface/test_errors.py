@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -349,30 +348,6 @@ def test_a_mode_that_cannot_even_be_looked_up():
         rdmafork.fork_init("lazy", "eager")
 
 
-@pytest.mark.parametrize("mode", ["auto", "lazy", "eager"])
-@pytest.mark.parametrize("closed", [False, True])
-@fresh
-def test_fork_init_after_a_registration_is_refused(mode, closed):
-    with pytest.warns(rdmafork.UnprotectedWarning):
-        registration = rdmafork.register(bytearray(PAGE))
-    if closed:
-        registration.close()
-    for _ in range(2):
-        with fails(OSError, "too late", "RDMAV_FORK_SAFE=1", number=errno.EINVAL):
-            rdmafork.fork_init(mode)
-    assert rdmafork.is_fork_initialized() != rdmafork.ForkStatus.ENABLED
-
-
-@fresh
-def test_a_warning_that_is_an_error_leaves_nothing_registered():
-    warnings.simplefilter("error")
-    memory = bytearray(100)
-    with pytest.raises(rdmafork.UnprotectedWarning):
-        rdmafork.register(memory)
-    memory.extend(b"x")  # not held any more
-    assert rdmafork.stats().registrations == 0
-
-
 # ---- the environment ------------------------------------------------------------------------
 
 
@@ -394,20 +369,6 @@ def _wrong_variable(setting):
         with fails(OSError, setting, "auto, lazy or eager", number=errno.EINVAL):
             rdmafork.fork_init()
     assert rdmafork.is_fork_initialized() != rdmafork.ForkStatus.ENABLED
-
-
-def test_a_failure_asked_for_by_the_environment_is_raised_by_each_registration(run):
-    run(_wrong_at_register, env={"RDMAV_FORK_SAFE": "0", "RDMAFORK_MODE": "x" * 500})
-
-
-def _wrong_at_register():
-    memory = bytearray(100)
-    for _ in range(3):
-        with fails(OSError, "RDMAFORK_MODE=xxx", number=errno.EINVAL):
-            rdmafork.register(memory)
-    memory.extend(b"not held")
-    rdmafork.fork_init("eager")
-    rdmafork.register(memory).close()
 
 
 def test_a_mode_by_name_does_not_ask_the_environment(run):

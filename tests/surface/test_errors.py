@@ -4,7 +4,6 @@ import contextlib
 import copy
 import ctypes
 import errno
-import inspect
 import mmap
 import os
 import pickle
@@ -653,12 +652,6 @@ def refuse_madvise(advice, number):
     assert not libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(header)), 0, 0)
 
 
-def filtered(run, advice, number, source):
-    """Run source where madvise() refuses one advice from the start."""
-    filter_ = f"{inspect.getsource(refuse_madvise)}\nrefuse_madvise({advice}, {number})\n"
-    return run(filter_ + inspect.cleandoc(source))
-
-
 @both_modes
 def test_madvise_refused_by_a_sandbox(run, mode):
     """After it has started, as before that fork_init() says that it cannot."""
@@ -679,27 +672,3 @@ def _sandboxed(mode):
     with rdmafork.register(memory):
         assert child(lambda: is_mapped(address)) is True
         assert rdmafork.stats().unmarked_bytes == 4 * PAGE
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EPERM])
-def test_without_wipeonfork_libc_s_children_are_noticed_all_the_same(run, number):
-    """Some sandboxes refuse it."""
-    assert filtered(
-        run,
-        18,
-        number,
-        """
-        import os, rdmafork
-        rdmafork.fork_init("eager")
-        memory = bytearray(1 << 16)
-        registration = rdmafork.register(memory)
-        pid = os.fork()
-        if not pid:
-            fine = registration.inherited and rdmafork.stats().registrations == 0
-            registration.close()
-            with rdmafork.register(bytearray(1 << 16)) as other:
-                fine = fine and other.protected and rdmafork.stats().registrations == 1
-            os._exit(not fine)
-        os.waitpid(pid, 0)[1] == 0 and not registration.inherited
-        """,
-    )

@@ -16,6 +16,7 @@ import pytest
 import self_calling_libibverbs
 from conftest import SLOWNESS, child, fork_once, fresh, run, scaled
 from memory import PAGE, map_at, private_map, vm_flags
+from seccomp import refuse
 from standin import (
     COUNTS,
     DIRECT,
@@ -304,32 +305,9 @@ def test_where_code_may_not_be_written(build, options):
     run(_not_written, build("libibverbs.so.1", [*options, "-Wl,-z,relro,-z,now"]))
 
 
-class Filter(ctypes.Structure):
-    _fields_ = [("count", ctypes.c_ushort), ("code", ctypes.c_void_p)]
-
-
-def forbid_mprotect():
-    """Every mprotect() from now on is EACCES."""
-    number = {"x86_64": 10, "aarch64": 226}[os.uname().machine]
-    code = b"".join(
-        op.to_bytes(2, "little") + bytes([true, false]) + value.to_bytes(4, "little")
-        for op, true, false, value in (
-            (0x20, 0, 0, 0),
-            (0x15, 0, 1, number),
-            (0x06, 0, 0, 0x0005_0000 | errno.EACCES),
-            (0x06, 0, 0, 0x7FFF_0000),
-        )
-    )
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0
-    program = Filter(4, ctypes.cast(ctypes.c_char_p(code), ctypes.c_void_p))
-    if libc.prctl(22, 2, ctypes.byref(program), 0, 0):
-        pytest.skip(f"no seccomp filter: {os.strerror(ctypes.get_errno())}")
-
-
 def _not_written(path):
     library = load(path)
-    forbid_mprotect()
+    refuse("mprotect", errno.EACCES)
     with pytest.raises(OSError, match="not allowed to change its code") as caught:
         rdmafork.fork_init(intercept=True)
     assert caught.value.errno == errno.ENOTSUP

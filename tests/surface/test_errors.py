@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import both_modes, child, compile_c, fork_once, fresh, needs_lazy
 from memory import PAGE, PLACE, is_mapped, libc, map_at, private_map, smaps, unmap, vm_flags
+from seccomp import DONTFORK, refuse
 
 import rdmafork
 from rdmafork import _access
@@ -628,39 +629,12 @@ def test_sealed_memory_lazy():
         assert rdmafork.stats().unmarked_bytes == 4 * PAGE
 
 
-def refuse_madvise(advice, number):
-    """From here on madvise(…, advice) fails in this process with this errno."""
-    import ctypes
-    import platform
-    import struct
-
-    call = {"x86_64": 28, "aarch64": 233}[platform.machine()]
-    program = [
-        (0x20, 0, 0, 0),  # its number
-        (0x15, 0, 3, call),
-        (0x20, 0, 0, 32),  # its third argument
-        (0x15, 0, 1, advice),
-        (0x06, 0, 0, 0x50000 | number),  # an errno
-        (0x06, 0, 0, 0x7FFF0000),  # go on
-    ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    header = ctypes.create_string_buffer(
-        struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
-    )
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert not libc.prctl(38, 1, 0, 0, 0)
-    assert not libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(header)), 0, 0)
-
-
 @both_modes
-def test_madvise_refused_by_a_sandbox(run, mode):
+@fresh
+def test_madvise_refused_by_a_sandbox(mode):
     """After it has started, as before that fork_init() says that it cannot."""
-    run(_sandboxed, mode)
-
-
-def _sandboxed(mode):
     rdmafork.fork_init(mode)
-    refuse_madvise(10, errno.EACCES)
+    refuse("madvise", errno.EACCES, argument=2, value=DONTFORK)
     at = map_at(0, 4 * PAGE)
     with fails(OSError, f"0x{at:x}", "refuses", "Permission denied", number=errno.EACCES):
         rdmafork.register_address(at, 4 * PAGE)

@@ -539,6 +539,17 @@ void check_start(enum rf_mode mode)
 	CHECK(rc == 0, "rf_fork_init: %d, cause %d", rc, error.cause);
 }
 
+void check_distrust_copying(void)
+{
+	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+}
+
+void check_start_untrusted(void)
+{
+	check_distrust_copying();
+	check_start(RF_MODE_EAGER);
+}
+
 void check_stop(void)
 {
 	check_empty();
@@ -576,14 +587,25 @@ enum rf_mode check_best_mode(void)
 	return kernel.copy_trusted ? RF_MODE_LAZY : RF_MODE_EAGER;
 }
 
-struct rf_handle check_register(const void *start, size_t nbytes, unsigned int flags)
+static struct rf_handle register_with(const void *start, size_t nbytes, unsigned int flags,
+				      enum rf_policy policy)
 {
 	struct rf_handle handle;
 	struct rf_error error;
-	int rc = rf_register(start, nbytes, flags, RF_OMIT, &handle, &error);
+	int rc = rf_register(start, nbytes, flags, policy, &handle, &error);
 
 	CHECK(rc == 1, "rf_register(%p, %zu): %d, cause %d", start, nbytes, rc, error.cause);
 	return handle;
+}
+
+struct rf_handle check_register(const void *start, size_t nbytes, unsigned int flags)
+{
+	return register_with(start, nbytes, flags, RF_OMIT);
+}
+
+struct rf_handle check_register_as(const void *start, size_t nbytes, enum rf_policy policy)
+{
+	return register_with(start, nbytes, RF_HELD, policy);
 }
 
 void check_release(struct rf_handle handle)
@@ -671,6 +693,34 @@ bool check_child_reads(const void *address)
 	status = check_wait(child);
 	CHECK(status == 0 || status == -SIGSEGV, "%d", status);
 	return status == 0;
+}
+
+int check_child_finds(const void *address)
+{
+	unsigned char byte = 0;
+	int ends[2];
+	ssize_t got;
+	pid_t child;
+
+	CHECK(pipe(ends) == 0);
+	child = fork();
+	CHECK(child >= 0, "fork: %s", strerror(errno));
+	/* The kernel does not write to the pipe from memory that the process cannot read. */
+	if (!child)
+		_exit(write(ends[1], address, 1) != 1);
+	check_wait(child);
+	close(ends[1]);
+	got = read(ends[0], &byte, 1);
+	close(ends[0]);
+	return got == 1 ? byte : -1;
+}
+
+bool check_is_readable(const void *address)
+{
+	char byte;
+	struct iovec to = { &byte, 1 }, from = { (void *)(uintptr_t)address, 1 };
+
+	return rf_sys_copy(&to, &from, 1) == 1;
 }
 
 void check_works(void)

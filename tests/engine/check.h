@@ -138,6 +138,10 @@ void check_give_back_vmas(void);
 /* ---- The engine ---- */
 
 void check_start(enum rf_mode mode);
+/* From now on the kernel's copying is not trusted, as before 5.19: modes are eager. */
+void check_distrust_copying(void);
+/* Starts so: whole pages are marked, and parts of them copied for the child. */
+void check_start_untrusted(void);
 /* Nothing is registered any more: the engine is as it was before check_start(). */
 void check_stop(void);
 /* Skips the scenario where the kernel's copying is not trusted: lazy is refused there. */
@@ -147,6 +151,8 @@ void check_needs_inaccessible_bytes(void);
 /* Lazy where it may be, else eager. */
 enum rf_mode check_best_mode(void);
 struct rf_handle check_register(const void *start, size_t nbytes, unsigned int flags);
+/* Held, with that @policy. */
+struct rf_handle check_register_as(const void *start, size_t nbytes, enum rf_policy policy);
 void check_release(struct rf_handle handle);
 
 /* A thread's: register and release until the bool at @stop is true. */
@@ -163,6 +169,10 @@ void check_fork(void);
 int check_wait(pid_t child);
 /* Does a child made by fork() find @address? */
 bool check_child_reads(const void *address);
+/* The byte that it finds there, or -1 where it finds none. */
+int check_child_finds(const void *address);
+/* Can this process read @address? It asks the kernel, so that nothing faults. */
+bool check_is_readable(const void *address);
 /* A process just made: it starts from nothing and is protected against its own children. */
 void check_works(void);
 /* A child can do nothing with handles of its parent. */

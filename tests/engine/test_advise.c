@@ -54,8 +54,7 @@ static void untrusted_all_pages_touched_are_marked(void)
 	char *memory = check_map(8);
 	struct rf_handle handle, tiny;
 
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	handle = check_register(memory + 100, 3 * check_page, RF_HELD);
 	CHECK(check_marked(memory, 8) == 4);
 	tiny = check_register(memory + 6 * check_page + 7, 1, 0);

@@ -7,17 +7,6 @@
 
 static struct rf_error error;
 
-/* As where copying at fork is not trusted: partial pages are marked, or it is refused. */
-static void distrust_the_kernel(void)
-{
-	static struct rf_kernel kernel;
-
-	kernel = *rf_engine.tracker.kernel;
-	kernel.copy_trusted = 0;
-	rf_engine.tracker.kernel = &kernel;
-	rf_engine.tracker.contested = true;
-}
-
 #define PIECES 40
 
 static void the_budget_is_kept_and_unmarked_bytes_are_counted(void)
@@ -80,8 +69,7 @@ static void past_the_budget_nothing_is_claimed_where_copying_is_not_trusted(void
 	struct rf_handle handles[PIECES], handle;
 	size_t i;
 
-	check_start(RF_MODE_EAGER);
-	distrust_the_kernel();
+	check_start_untrusted();
 	rf_engine.tracker.vma_budget = 2 * PIECES - 2;
 	for (i = 0; i < PIECES - 1; i++)
 		handles[i] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
@@ -226,15 +214,6 @@ static void releases_keep_to_the_budget_too(void)
 	check_empty();
 }
 
-static struct rf_handle take(char *start, size_t nbytes, enum rf_policy policy)
-{
-	struct rf_handle handle;
-	int rc = rf_register(start, nbytes, RF_HELD, policy, &handle, &error);
-
-	CHECK(rc == 1, "%d, cause %d", rc, error.cause);
-	return handle;
-}
-
 static void check_budget(const char *when)
 {
 	const struct rf_tracker *tracker = &rf_engine.tracker;
@@ -255,13 +234,16 @@ static void ranges_beside_wiped_pages_keep_to_the_budget(void)
 	check_start(RF_MODE_EAGER);
 	rf_engine.tracker.vma_budget = 2 * PIECES + 2;
 	for (i = 0; i < PIECES; i++)
-		handles[used++] = take(memory + (8 * i + 2) * check_page, check_page, RF_WIPE);
+		handles[used++] = check_register_as(memory + (8 * i + 2) * check_page, check_page,
+						    RF_WIPE);
 	check_fork();
 	CHECK(check_flags(memory + 2 * check_page) & CHECK_WF);
 	check_budget("wiped");
 	for (i = 0; i < PIECES; i++) {
-		handles[used++] = take(memory + (8 * i + 1) * check_page, check_page, RF_OMIT);
-		handles[used++] = take(memory + (8 * i + 3) * check_page, check_page, RF_OMIT);
+		handles[used++] = check_register_as(memory + (8 * i + 1) * check_page, check_page,
+						    RF_OMIT);
+		handles[used++] = check_register_as(memory + (8 * i + 3) * check_page, check_page,
+						    RF_OMIT);
 		check_budget("registered beside");
 	}
 	check_fork();
@@ -283,7 +265,8 @@ static char *take_by_turns(struct rf_handle handles[2 * PIECES])
 	rf_engine.tracker.vma_budget = 8;
 	memset(memory, 7, 2 * PIECES * check_page);
 	for (i = 0; i < 2 * PIECES; i++)
-		handles[i] = take(memory + i * check_page, check_page, i % 2 ? RF_WIPE : RF_OMIT);
+		handles[i] = check_register_as(memory + i * check_page, check_page,
+					       i % 2 ? RF_WIPE : RF_OMIT);
 	check_budget("registered");
 	return memory;
 }
@@ -334,11 +317,11 @@ static void a_refused_exchange_of_marks_is_retried(void)
 	check_needs_lazy();
 	check_start(RF_MODE_EAGER);
 	memset(memory, 7, 8 * check_page);
-	wiped = take(memory, 8 * check_page, RF_WIPE);
+	wiped = check_register_as(memory, 8 * check_page, RF_WIPE);
 	check_fork();
 	CHECK(check_flags(memory) & CHECK_WF);
 	check_use_up_vmas(0);
-	omitted = take(memory + 2 * check_page, check_page, RF_OMIT);
+	omitted = check_register_as(memory + 2 * check_page, check_page, RF_OMIT);
 	check_fork();
 	check_fork();
 	check_give_back_vmas();
@@ -479,14 +462,6 @@ static void memory_left_by_a_release_is_marked_again_if_it_is_held(void)
 	check_empty();
 }
 
-static bool is_readable(const char *address)
-{
-	char byte;
-	struct iovec to = { &byte, 1 }, from = { (void *)address, 1 };
-
-	return rf_sys_copy(&to, &from, 1) == 1;
-}
-
 /*
  * A child has its copies of both partial pages where its parent has one marked run: three
  * mappings in place of two. What the program itself has must fit beside them, too.
@@ -500,8 +475,7 @@ static void a_child_has_room_for_its_copies(void)
 	int rc = 1;
 	pid_t pid;
 
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	memset(memory, 7, 4 * many * check_page);
 	for (taken = 0; taken < many; taken += rc == 1) {
 		rc = rf_register(memory + 4 * taken * check_page + 100, 2 * check_page + 100,
@@ -516,8 +490,8 @@ static void a_child_has_room_for_its_copies(void)
 	CHECK(pid >= 0);
 	if (!pid) {
 		for (i = 0; i < taken; i++)
-			lost += !is_readable(memory + 4 * i * check_page) +
-				!is_readable(memory + (4 * i + 3) * check_page - 1);
+			lost += !check_is_readable(memory + 4 * i * check_page) +
+				!check_is_readable(memory + (4 * i + 3) * check_page - 1);
 		CHECK(!lost, "%zu of %zu pages", lost, 2 * taken);
 		_exit(0);
 	}
@@ -624,8 +598,7 @@ static void a_mark_that_cannot_be_made_again_is_not_claimed(void)
 	int round, rc;
 
 	setenv("RDMAV_FORK_SAFE", "0", 1);
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	handle = check_register(at, 3 * check_page, RF_HELD);
 	check_fork();
 	for (round = 0; round < 2; round++) {

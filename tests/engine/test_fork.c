@@ -245,8 +245,7 @@ static void each_process_of_nested_forks_gives_pages_back(void)
 {
 	pid_t self = getpid(), child;
 
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	signal(SIGTRAP, nested_fork);
 	inside[0] = raise_in_the_window;
 	child = fork();
@@ -319,8 +318,7 @@ static void a_registration_in_the_window_that_fails_changes_nothing(void)
 	struct rf_handle handle;
 	pid_t child;
 
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	early_memory = check_map(2 * CROWD);
 	memory[0] = 7;
 	handle = check_register(memory + 100, check_page, RF_HELD);

@@ -88,10 +88,9 @@ static struct rf_handle start_partial(void)
 {
 	const struct sigaction action = { .sa_handler = on_signal };
 
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
 	memory = check_map(1);
 	memset(memory, 7, check_page);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	CHECK(sigaction(SIGUSR1, &action, NULL) == 0);
 	return check_register(memory + 100, 64, RF_HELD);
 }
@@ -124,8 +123,6 @@ static void a_handler_in_a_child_finds_zeros(void)
 {
 	char name[] = "/tmp/zeros-XXXXXX";
 	int fd = mkstemp(name);
-	struct rf_handle handle;
-	struct rf_error error;
 	pid_t pid;
 
 	check_release(start_partial());
@@ -133,7 +130,7 @@ static void a_handler_in_a_child_finds_zeros(void)
 	memory = mmap(NULL, check_page, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
 	CHECK(memory != MAP_FAILED);
 	memory[10] = 7;
-	CHECK(rf_register(memory, check_page, RF_HELD, RF_WIPE, &handle, &error) == 1);
+	(void)check_register_as(memory, check_page, RF_WIPE);
 	inside[2] = raise_one;
 	pid = fork();
 	if (!pid)

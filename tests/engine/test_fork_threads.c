@@ -179,8 +179,7 @@ static void a_fork_waits_for_the_engine_but_not_for_ever(void)
 	pid_t child;
 	int status;
 
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	rf_window.patience = 1;
 	mine = check_register(memory + 100, 100, RF_HELD);
 	memory[0] = 1;

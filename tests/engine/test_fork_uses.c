@@ -16,12 +16,6 @@ int ibv_dofork_range(void *base, size_t size);
 /* The program's own TLS lies between the thread pointer and libc's. */
 static __thread char thread_local[40000];
 
-static void start_untrusted(void)
-{
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
-}
-
 /* Why memory registered at @start is named, or NULL; it is released again. */
 static const char *named(const void *start, size_t nbytes)
 {
@@ -51,7 +45,7 @@ static void tls_is_named(void)
 	size_t at;
 
 	memset(thread_local, 1, sizeof(thread_local));
-	start_untrusted();
+	check_start_untrusted();
 	for (at = 0; at < sizeof(thread_local); at += 3000)
 		CHECK(is_named(thread_local + at, 8, "this thread's"), "byte %zu", at);
 	CHECK(is_named(&errno, sizeof(errno), "this thread's"));
@@ -65,7 +59,7 @@ static void partial_pages_cost_no_more_calls(void)
 	unsigned long before;
 	int i;
 
-	start_untrusted();
+	check_start_untrusted();
 	for (i = 0; i < 3; i++) {
 		before = inject_calls();
 		check_release(check_register(memory + 777, 2 * check_page, RF_HELD));
@@ -85,7 +79,7 @@ static void tls_of_another_thread_is_named(void)
 {
 	pthread_t thread;
 
-	start_untrusted();
+	check_start_untrusted();
 	CHECK(!pthread_create(&thread, NULL, name_tls_of_thread, NULL));
 	CHECK(!pthread_join(thread, NULL));
 }
@@ -111,7 +105,7 @@ static void the_engine_s_own_data_is_named(void)
 	const uintptr_t first = (uintptr_t)data & ~(check_page - 1);
 	static char elsewhere[1 << 18];
 
-	start_untrusted();
+	check_start_untrusted();
 	CHECK(is_named(data, 8, "rdmafork's own data"));
 	CHECK(is_named(end - 8, 8, "rdmafork's own data"));
 	/* Other data on the first page of it, where there is some. */
@@ -140,7 +134,7 @@ static void memory_before_the_heap_is_not_malloc_s(void)
 	needs_glibc_s_malloc();
 	free(malloc(100));
 	CHECK(!rf_malloc_uses((uintptr_t)_end - 1));
-	CHECK(!rf_malloc_uses((uintptr_t)start_untrusted));
+	CHECK(!rf_malloc_uses((uintptr_t)named));
 	CHECK(rf_malloc_uses((uintptr_t)sbrk(0) - 1));
 	CHECK(!rf_malloc_uses((uintptr_t)sbrk(0)));
 }
@@ -168,7 +162,7 @@ static void malloc_s_memory_is_named(void)
 	block = malloc(100000);
 	large = malloc(1 << 20);
 	aligned = aligned_alloc(check_page, 2 * check_page);
-	start_untrusted();
+	check_start_untrusted();
 	errno = 77;
 	CHECK(is_named(small, 100, of_malloc));
 	CHECK(is_named(block, 100000, of_malloc));
@@ -264,7 +258,7 @@ static void a_c_program_is_warned_once_for_each_cause(void)
 	char text[4096], pid[32];
 
 	needs_glibc_s_malloc();
-	start_untrusted();
+	check_start_untrusted();
 	CHECK(!written(register_mapped, text, sizeof(text)), "%s", text);
 	CHECK(written(register_on_the_stack, text, sizeof(text)));
 	snprintf(pid, sizeof(pid), "rdmafork: pid %d: ", (int)getpid());
@@ -290,7 +284,7 @@ static void nothing_is_told_where_copying_is_trusted(void)
 static void report_and_exit(void)
 {
 	rf_exit_report_begin(true);
-	start_untrusted();
+	check_start_untrusted();
 	register_on_the_stack();
 	register_malloc_s();
 	exit(0);
@@ -340,7 +334,7 @@ static void a_child_is_warned_anew(void)
 	char text[4096];
 
 	needs_glibc_s_malloc();
-	start_untrusted();
+	check_start_untrusted();
 	CHECK(written(register_malloc_s, text, sizeof(text)) && lines(text) == 1);
 	CHECK(written(in_its_child, text, sizeof(text)) && lines(text) == 1, "%s", text);
 }
@@ -361,7 +355,7 @@ static void memory_moved_before_its_release_is_counted(void)
 	struct rf_handle handle;
 	struct rf_error error;
 
-	start_untrusted();
+	check_start_untrusted();
 	handle = check_register(memory, 4 * check_page, 0);
 	check_release(handle);
 	CHECK(gone_bytes() == 0);

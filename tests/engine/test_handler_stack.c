@@ -117,11 +117,6 @@ static void forks_fit(enum rf_mode mode, bool query)
 	fflush(stdout);
 }
 
-static void distrust_the_kernel_s_copying(void)
-{
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-}
-
 static void a_handler_s_fork_is_small(void)
 {
 	forks_fit(check_best_mode(), true);
@@ -134,7 +129,7 @@ static void a_handler_s_fork_is_small_with_maps_as_text(void)
 
 static void a_handler_s_fork_is_small_where_copying_is_untrusted(void)
 {
-	distrust_the_kernel_s_copying();
+	check_distrust_copying();
 	forks_fit(check_best_mode(), false);
 }
 
@@ -150,7 +145,7 @@ static void a_handler_s_fork_is_small_where_copying_is_refused(void)
 	const struct sock_fprog program = { COUNT_OF(filters), (struct sock_filter *)filters };
 	struct rf_kernel kernel;
 
-	distrust_the_kernel_s_copying();
+	check_distrust_copying();
 	/* The kernel is asked before; a sandbox comes later. */
 	rf_kernel_info(&kernel);
 	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) ||

@@ -225,7 +225,7 @@ static void mixed_pages(bool query, bool whole)
 		     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 	CHECK(below == huge && above == huge + 3 * CHECK_HUGE);
 	if (whole)
-		setenv("RDMAFORK_TRUST_COPYING", "0", 1);
+		check_distrust_copying();
 	check_start(RF_MODE_EAGER);
 	if (!query)
 		rf_engine.tracker.reader.query = false;
@@ -304,8 +304,7 @@ static void shared_huge_pages(bool query)
 	struct rf_handle all, part;
 	unsigned int order;
 
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	if (!query)
 		rf_engine.tracker.reader.query = false;
 	for (order = 0; order < 4; order++) {

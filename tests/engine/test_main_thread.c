@@ -12,11 +12,6 @@
 
 #define MARGIN 100 /* bytes between a page's start and the registration on it */
 
-static void distrust_the_kernel_s_copying(void)
-{
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-}
-
 /* Kernels differ in which of the calls they refuse. */
 static bool has_main_thread(void)
 {
@@ -41,20 +36,6 @@ static void wait_for_main_thread_s_end(void)
 	}
 }
 
-/* Does a child find that byte at @address? */
-static bool child_finds(const char *address, char byte)
-{
-	pid_t child = fork();
-
-	CHECK(child >= 0);
-	if (!child) {
-		signal(SIGSEGV, SIG_DFL);
-		signal(SIGBUS, SIG_DFL);
-		_exit(*(const volatile char *)address != byte);
-	}
-	return check_wait(child) == 0;
-}
-
 static void *register_and_fork(void *mode)
 {
 	const unsigned int flags[] = { RF_HELD, 0 };
@@ -71,12 +52,13 @@ static void *register_and_fork(void *mode)
 		handles[0] = check_register(memory + MARGIN, 2 * check_page, flags[i]);
 		handles[1] = check_register(shared, check_page, flags[i]);
 		CHECK(!check_child_reads(memory + check_page));
-		CHECK(child_finds(memory, 'a') && child_finds(memory + 3 * check_page - 1, 'a'));
-		CHECK(child_finds(shared, 'b'));
+		CHECK(check_child_finds(memory) == 'a' &&
+		      check_child_finds(memory + 3 * check_page - 1) == 'a');
+		CHECK(check_child_finds(shared) == 'b');
 		check_sound();
 		check_release(handles[0]);
 		check_release(handles[1]);
-		CHECK(child_finds(memory + check_page, 'a'));
+		CHECK(check_child_finds(memory + check_page) == 'a');
 		CHECK(check_marked(memory, 3) == 0 && check_marked(shared, 1) == 0);
 	}
 	check_empty();
@@ -112,7 +94,7 @@ static void a_thread_outlives_main_eagerly(void)
 
 static void a_thread_outlives_main_where_copying_is_untrusted(void)
 {
-	distrust_the_kernel_s_copying();
+	check_distrust_copying();
 	without_main_thread(check_best_mode());
 }
 

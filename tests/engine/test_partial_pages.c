@@ -36,12 +36,6 @@ static void fill(void)
 		memory[at] = (char)value_at(at);
 }
 
-static void start_whole(void)
-{
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
-}
-
 static void prepare_memory(size_t pages)
 {
 	nbytes = pages * check_page;
@@ -156,7 +150,7 @@ static void bytes_beside_registered_ones_stay(void)
 	struct region regions[3];
 
 	prepare_memory(PAGES);
-	start_whole();
+	check_start_untrusted();
 	add(&regions[0], check_page + 100, 4 * check_page + 7, RF_OMIT);
 	add(&regions[1], 6 * check_page + 1, 6 * check_page + 65, RF_OMIT);
 	add(&regions[2], 8 * check_page, 10 * check_page, RF_OMIT);
@@ -185,7 +179,7 @@ static void many_registrations_share_pages(void)
 	size_t count = 0, first, length;
 
 	prepare_memory(PAGES);
-	start_whole();
+	check_start_untrusted();
 	for (round = 0; round < rounds; round++) {
 		if (count && (count == COUNT_OF(regions) || check_below(5) < 2)) {
 			size_t gone = check_below(count);
@@ -286,7 +280,7 @@ static void bytes_beside_a_registered_private_file_stay(void)
 	memory = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
 	CHECK(memory != MAP_FAILED);
 	fill();
-	start_whole();
+	check_start_untrusted();
 	add(&region, check_page + 1, 3 * check_page - 1, RF_OMIT);
 	model(&region, 1);
 	check_children();
@@ -312,7 +306,7 @@ static void pages_that_cannot_be_read_do_no_harm(void)
 	struct region region, closed, gone;
 
 	prepare_memory(PAGES);
-	start_whole();
+	check_start_untrusted();
 	add(&region, 100, 200, RF_OMIT);
 	add(&closed, 4 * check_page + 100, 4 * check_page + 200, RF_OMIT);
 	add(&gone, 8 * check_page + 100, 8 * check_page + 200, RF_OMIT);
@@ -354,7 +348,7 @@ static void inaccessible_pages_keep_their_bytes(void)
 
 	check_needs_inaccessible_bytes();
 	prepare_memory(PAGES);
-	start_whole();
+	check_start_untrusted();
 	/* One of a stretch that is read at once, with others on both sides. */
 	add(&regions[0], check_page + 100, check_page + 200, RF_OMIT);
 	add(&regions[1], 2 * check_page + 100, 4 * check_page + 200, RF_OMIT);
@@ -401,7 +395,7 @@ static void copied_pages_have_the_parent_s_protection(void)
 	CHECK(mmap(memory, nbytes / 2, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd, 0) ==
 	      memory);
 	fill();
-	start_whole();
+	check_start_untrusted();
 	for (i = 0; i < COUNT_OF(regions); i++) {
 		first = 3 * i * check_page;
 		add(&regions[i], first + 100, first + 2 * check_page + 100, policies[i % 2]);
@@ -453,7 +447,7 @@ static void a_failed_copy_shows_no_wrong_bytes(void)
 	pid_t pid;
 
 	prepare_memory(PAGES);
-	start_whole();
+	check_start_untrusted();
 	add(&regions[0], 100, check_page + 7, RF_OMIT);
 	add(&regions[1], 3 * check_page + 100, 3 * check_page + 200, RF_OMIT);
 	add(&regions[2], 5 * check_page + 1, 6 * check_page, RF_OMIT);
@@ -481,7 +475,7 @@ static void room_is_taken_at_the_registration(void)
 	int rc = -ENOMEM;
 
 	prepare_memory(PAGES);
-	start_whole();
+	check_start_untrusted();
 	for (nth = 1; rc == -ENOMEM; nth++) {
 		inject(nth, ENOMEM);
 		rc = rf_register(memory + 100, 100, RF_HELD, RF_OMIT, &handle, &error);
@@ -523,7 +517,7 @@ static void much_room_for_copies_is_freed(void)
 	struct rf_handle *handles = malloc(count * sizeof(*handles));
 	size_t i;
 
-	start_whole();
+	check_start_untrusted();
 	memory = check_map(count);
 	for (i = 0; i < count; i++)
 		handles[i] = check_register(memory + i * check_page, 1, RF_HELD);
@@ -589,7 +583,7 @@ static void many_saved_bytes_want_huge_pages(void)
 
 	if (access("/sys/kernel/mm/transparent_hugepage/enabled", F_OK))
 		check_skip("this kernel has no transparent huge pages");
-	start_whole();
+	check_start_untrusted();
 	memory = check_map(count);
 	for (i = 0; i < count; i++) {
 		memory[i * check_page + 5] = (char)value_at(i);
@@ -622,7 +616,7 @@ static void pages_are_copied_before_addresses_are_reserved(void)
 	size_t i;
 
 	prepare_memory(5 * many);
-	start_whole();
+	check_start_untrusted();
 	for (i = 0; i < many; i++)
 		add(&regions[i], 5 * i * check_page + 100, (5 * i + 3) * check_page + 100,
 		    RF_OMIT);
@@ -646,7 +640,7 @@ static void a_registration_while_a_fork_is_under_way_is_protected(void)
 	size_t i;
 
 	prepare_memory(PAGES);
-	start_whole();
+	check_start_untrusted();
 	add(&region, 100, 200, RF_OMIT);
 	for (i = 0; i < COUNT_OF(policies); i++) {
 		in_window.policy = policies[i];
@@ -683,7 +677,7 @@ static void threads_register_while_others_fork(void)
 	size_t i;
 
 	prepare_memory(PAGES);
-	start_whole();
+	check_start_untrusted();
 	expect(0, nbytes, PRESENT);
 	for (i = 0; i < COUNT_OF(offsets); i++) {
 		expect(offsets[i], offsets[i] + 1 + offsets[i] % 5000, ZERO);
@@ -715,7 +709,7 @@ static void memory_that_fork_itself_uses_is_named(void)
 	struct rf_handle handle;
 	struct rf_error error;
 
-	start_whole();
+	check_start_untrusted();
 	CHECK(rf_register(on_stack, 100, RF_HELD, RF_OMIT, &handle, &error) == 1);
 	CHECK(error.cause == RF_CAUSE_SHARED_PAGE, "%d at %p", (int)error.cause, (void *)on_stack);
 	CHECK(error.start <= (uintptr_t)on_stack && error.end > (uintptr_t)on_stack);

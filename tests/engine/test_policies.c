@@ -19,39 +19,10 @@ static int try_register(const void *start, size_t nbytes, enum rf_policy policy,
 	return rf_register(start, nbytes, RF_HELD, policy, handle, &error);
 }
 
-static struct rf_handle take(const void *start, size_t nbytes, enum rf_policy policy)
-{
-	struct rf_handle handle;
-
-	CHECK(try_register(start, nbytes, policy, &handle) == 1, "cause %d", error.cause);
-	return handle;
-}
-
 static void start(enum rf_mode mode)
 {
 	check_needs_lazy();
 	check_start(mode);
-}
-
-/* The byte that a child finds at @address, or -1 where nothing is. */
-static int child_finds(const char *address)
-{
-	int ends[2];
-	char byte = 0;
-	ssize_t got;
-	pid_t pid;
-
-	CHECK(pipe(ends) == 0);
-	pid = fork();
-	CHECK(pid >= 0);
-	/* The kernel does not write to the pipe from memory that the process cannot read. */
-	if (!pid)
-		_exit(write(ends[1], address, 1) != 1);
-	check_wait(pid);
-	close(ends[1]);
-	got = read(ends[0], &byte, 1);
-	close(ends[0]);
-	return got == 1 ? (unsigned char)byte : -1;
 }
 
 static void a_child_reads_zeros(enum rf_mode mode)
@@ -61,16 +32,17 @@ static void a_child_reads_zeros(enum rf_mode mode)
 
 	start(mode);
 	memset(memory, 7, 8 * check_page);
-	handle = take(memory + check_page, 3 * check_page, RF_WIPE);
-	CHECK(child_finds(memory) == 7 && child_finds(memory + 4 * check_page) == 7);
+	handle = check_register_as(memory + check_page, 3 * check_page, RF_WIPE);
+	CHECK(check_child_finds(memory) == 7 && check_child_finds(memory + 4 * check_page) == 7);
 	CHECK(check_flags(memory + check_page) & CHECK_WF);
 	CHECK(!(check_flags(memory + check_page) & CHECK_DC));
 	CHECK(!(check_flags(memory) & CHECK_WF));
-	CHECK(child_finds(memory + check_page) == 0 && child_finds(memory + 3 * check_page) == 0);
+	CHECK(check_child_finds(memory + check_page) == 0 &&
+	      check_child_finds(memory + 3 * check_page) == 0);
 	CHECK(memory[check_page] == 7);
 	check_sound();
 	check_release(handle);
-	CHECK(child_finds(memory + check_page) == 7);
+	CHECK(check_child_finds(memory + check_page) == 7);
 	CHECK(!(check_flags(memory + check_page) & CHECK_WF));
 	check_empty();
 }
@@ -92,9 +64,9 @@ static void partial_pages_are_copied(void)
 
 	start(RF_MODE_LAZY);
 	memset(memory, 7, 4 * check_page);
-	handle = take(memory + 100, 2 * check_page, RF_WIPE);
-	CHECK(child_finds(memory + 200) == 7 && child_finds(memory + check_page) == 0);
-	CHECK(child_finds(memory + 2 * check_page) == 7);
+	handle = check_register_as(memory + 100, 2 * check_page, RF_WIPE);
+	CHECK(check_child_finds(memory + 200) == 7 && check_child_finds(memory + check_page) == 0);
+	CHECK(check_child_finds(memory + 2 * check_page) == 7);
 	check_release(handle);
 	check_empty();
 }
@@ -111,10 +83,10 @@ static void private_files_are_wiped(enum rf_mode mode)
 	memset(memory, 7, 6 * check_page);
 	CHECK(mmap(file, check_page, PROT_READ, MAP_PRIVATE | MAP_FIXED, fd, 0) != MAP_FAILED);
 	close(fd);
-	CHECK(child_finds(file) == 0x7f && child_finds(file - 1) == 7);
-	handle = take(memory, 6 * check_page, RF_WIPE);
-	CHECK(child_finds(file) == 0 && child_finds(file - 1) == 0);
-	CHECK(child_finds(file + check_page) == 0 && *file == 0x7f);
+	CHECK(check_child_finds(file) == 0x7f && check_child_finds(file - 1) == 7);
+	handle = check_register_as(memory, 6 * check_page, RF_WIPE);
+	CHECK(check_child_finds(file) == 0 && check_child_finds(file - 1) == 0);
+	CHECK(check_child_finds(file + check_page) == 0 && *file == 0x7f);
 	CHECK(check_flags(file) & CHECK_DC && check_flags(file - 1) & CHECK_WF);
 	pid = fork();
 	if (!pid) {
@@ -125,7 +97,7 @@ static void private_files_are_wiped(enum rf_mode mode)
 	}
 	CHECK(check_wait(pid) == -SIGSEGV);
 	check_release(handle);
-	CHECK(child_finds(file) == 0x7f);
+	CHECK(check_child_finds(file) == 0x7f);
 	check_empty();
 }
 
@@ -146,14 +118,14 @@ static void huge_pages_are_wiped(enum rf_mode mode)
 
 	start(mode);
 	memset(huge, 7, 3 * CHECK_HUGE);
-	handle = take(huge, 2 * CHECK_HUGE + 100, RF_WIPE);
-	CHECK(child_finds(huge) == 0 && child_finds(huge + 2 * CHECK_HUGE - 1) == 0);
+	handle = check_register_as(huge, 2 * CHECK_HUGE + 100, RF_WIPE);
+	CHECK(check_child_finds(huge) == 0 && check_child_finds(huge + 2 * CHECK_HUGE - 1) == 0);
 	/* It does not fill the third. */
-	CHECK(child_finds(huge + 2 * CHECK_HUGE) == 7);
-	CHECK(child_finds(huge + 3 * CHECK_HUGE - 1) == 7);
+	CHECK(check_child_finds(huge + 2 * CHECK_HUGE) == 7);
+	CHECK(check_child_finds(huge + 3 * CHECK_HUGE - 1) == 7);
 	CHECK(huge[0] == 7);
 	check_release(handle);
-	CHECK(child_finds(huge) == 7);
+	CHECK(check_child_finds(huge) == 7);
 	check_empty();
 }
 
@@ -174,8 +146,8 @@ static void shared_memory_stays_shared(void)
 
 	start(RF_MODE_EAGER);
 	shared[0] = 7;
-	handle = take(shared, 2 * check_page, RF_WIPE);
-	CHECK(child_finds(shared) == 7);
+	handle = check_register_as(shared, 2 * check_page, RF_WIPE);
+	CHECK(check_child_finds(shared) == 7);
 	check_release(handle);
 	check_empty();
 }
@@ -205,10 +177,10 @@ static void a_child_reads_kept_pages(void)
 	memset(memory, 7, 4 * check_page);
 	memset(shared, 8, check_page);
 	calls = inject_calls();
-	handle = take(memory, 4 * check_page, RF_KEEP);
-	other = take(shared, check_page, RF_KEEP);
+	handle = check_register_as(memory, 4 * check_page, RF_KEEP);
+	other = check_register_as(shared, check_page, RF_KEEP);
 	CHECK(inject_calls() == calls);
-	CHECK(child_finds(memory) == 7 && child_finds(shared) == 8);
+	CHECK(check_child_finds(memory) == 7 && check_child_finds(shared) == 8);
 	CHECK(rf_list(info, 4) == 2);
 	CHECK(info[0].policy == RF_KEEP && info[1].policy == RF_KEEP);
 	CHECK(info[shared < memory].protection == RF_BY_KERNEL);
@@ -220,18 +192,14 @@ static void a_child_reads_kept_pages(void)
 
 static void nothing_private_is_kept_where_copying_is_not_trusted(void)
 {
-	static struct rf_kernel kernel;
 	char *memory = check_map(4), *shared = check_map_shared(2);
 	struct rf_handle handle;
 
-	check_start(RF_MODE_EAGER);
-	kernel = *rf_engine.tracker.kernel;
-	kernel.copy_trusted = 0;
-	rf_engine.tracker.kernel = &kernel;
+	check_start_untrusted();
 	CHECK(try_register(memory, check_page, RF_KEEP, &handle) == -ENOTSUP);
 	CHECK(error.cause == RF_CAUSE_POLICY);
 	check_empty();
-	handle = take(shared + 10, check_page, RF_KEEP);
+	handle = check_register_as(shared + 10, check_page, RF_KEEP);
 	CHECK(check_child_reads(shared));
 	check_release(handle);
 	/* Half of it is private. */
@@ -251,12 +219,12 @@ static void omit_comes_before_wipe_before_keep(void)
 
 	start(RF_MODE_LAZY);
 	memset(memory, 7, 3 * check_page);
-	keep = take(memory, 3 * check_page, RF_KEEP);
-	wipe = take(memory, 2 * check_page, RF_WIPE);
-	omit = take(memory, check_page, RF_OMIT);
-	CHECK(child_finds(memory) == -1);
-	CHECK(child_finds(memory + check_page) == 0);
-	CHECK(child_finds(memory + 2 * check_page) == 7);
+	keep = check_register_as(memory, 3 * check_page, RF_KEEP);
+	wipe = check_register_as(memory, 2 * check_page, RF_WIPE);
+	omit = check_register_as(memory, check_page, RF_OMIT);
+	CHECK(check_child_finds(memory) == -1);
+	CHECK(check_child_finds(memory + check_page) == 0);
+	CHECK(check_child_finds(memory + 2 * check_page) == 7);
 	CHECK(rf_list(info, 4) == 3);
 	CHECK(info[0].policy == RF_OMIT && info[0].protection == RF_BY_MARK &&
 	      info[0].registrations == 3);
@@ -265,9 +233,9 @@ static void omit_comes_before_wipe_before_keep(void)
 	CHECK(info[2].policy == RF_KEEP && info[2].protection == RF_BY_KERNEL &&
 	      info[2].registrations == 1);
 	check_release(omit);
-	CHECK(child_finds(memory) == 0);
+	CHECK(check_child_finds(memory) == 0);
 	check_release(wipe);
-	CHECK(child_finds(memory) == 7 && child_finds(memory + check_page) == 7);
+	CHECK(check_child_finds(memory) == 7 && check_child_finds(memory + check_page) == 7);
 	check_release(keep);
 	check_empty();
 }
@@ -281,7 +249,7 @@ static void a_failure_changes_nothing(void)
 	int rc;
 
 	start(RF_MODE_EAGER);
-	held = take(memory + 2 * check_page, check_page, RF_WIPE);
+	held = check_register_as(memory + 2 * check_page, check_page, RF_WIPE);
 	for (nth = 1; nth < 20; nth++) {
 		seen = inject_faults();
 		inject(nth, ENOMEM);
@@ -319,12 +287,12 @@ static void wiping_keeps_to_the_budget(void)
 	memset(memory, 7, 64 * check_page);
 	rf_engine.tracker.vma_budget = 20;
 	for (i = 0; i < 32; i++)
-		handles[i] = take(memory + 2 * i * check_page, check_page,
-				  i < 4 ? RF_OMIT : RF_WIPE);
+		handles[i] = check_register_as(memory + 2 * i * check_page, check_page,
+					       i < 4 ? RF_OMIT : RF_WIPE);
 	CHECK(rf_stats(&stats) == 0 && stats.marked_ranges == 10 && stats.unmarked_ranges == 22);
-	CHECK(child_finds(memory) == -1 && child_finds(memory + 8 * check_page) == 0);
+	CHECK(check_child_finds(memory) == -1 && check_child_finds(memory + 8 * check_page) == 0);
 	/* Ranges beyond it are left to the kernel, which copies. */
-	CHECK(child_finds(memory + 62 * check_page) == 7);
+	CHECK(check_child_finds(memory + 62 * check_page) == 7);
 	for (i = 0; i < 32; i++)
 		check_release(handles[i]);
 	check_empty();
@@ -342,7 +310,8 @@ static void children_unmark_any_number_of_wiped_pages(void)
 	start(RF_MODE_LAZY);
 	for (round = 0; round < 2; round++) {
 		for (i = 0; i < count; i++)
-			handles[i] = take(memory + 2 * i * check_page, check_page, RF_WIPE);
+			handles[i] = check_register_as(memory + 2 * i * check_page, check_page,
+						       RF_WIPE);
 		check_fork();
 		CHECK(check_flags(memory) & CHECK_WF);
 		pid = round ? (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL) : fork();
@@ -351,7 +320,7 @@ static void children_unmark_any_number_of_wiped_pages(void)
 			check_read_smaps();
 			for (i = 0; i < count; i++)
 				CHECK(!(check_flags_read(memory + 2 * i * check_page) & CHECK_WF));
-			handles[0] = take(memory, check_page, RF_WIPE);
+			handles[0] = check_register_as(memory, check_page, RF_WIPE);
 			check_release(handles[0]);
 			check_empty();
 			_exit(0);
@@ -378,7 +347,8 @@ static void a_mark_that_waits_is_unmarked_in_a_child(void)
 
 	start(RF_MODE_LAZY);
 	for (i = 0; i < 3; i++)
-		handles[i] = take(memory + 8 * i * check_page, 8 * check_page, RF_WIPE);
+		handles[i] = check_register_as(memory + 8 * i * check_page, 8 * check_page,
+					       RF_WIPE);
 	check_fork();
 	check_use_up_vmas(0);
 	check_release(handles[1]);
@@ -420,7 +390,7 @@ static void a_child_at_the_kernels_limit_unmarks_wiped_pages_together(void)
 
 	start(RF_MODE_LAZY);
 	for (i = 0; i < count; i++)
-		handles[i] = take(memory + i * check_page, check_page, RF_WIPE);
+		handles[i] = check_register_as(memory + i * check_page, check_page, RF_WIPE);
 	check_fork();
 	check_use_up_vmas(0);
 	for (i = 99; i < count; i += 100)
@@ -452,7 +422,7 @@ static void check_zeros_are_its_own(pid_t pid, char *memory)
 	if (!pid) {
 		(void)rf_generation();
 		memory[0] = 9;
-		CHECK(child_finds(memory) == 9);
+		CHECK(check_child_finds(memory) == 9);
 		_exit(0);
 	}
 	CHECK(check_wait(pid) == 0);
@@ -465,7 +435,7 @@ static void zeros_are_a_child_s_own_before_the_next_list_is_made(void)
 	struct rf_handle handle;
 
 	start(RF_MODE_LAZY);
-	handle = take(memory, 4 * check_page, RF_WIPE);
+	handle = check_register_as(memory, 4 * check_page, RF_WIPE);
 	CHECK(rf_enter(0) == 0);
 	rf_prefork(&rf_engine.tracker, &rf_engine.registry, &rf_engine.list);
 	rf_leave();
@@ -487,17 +457,17 @@ static void without_memory_a_child_keeps_its_own_writes(void)
 		check_skip("ThreadSanitizer needs memory of its own");
 	start(RF_MODE_LAZY);
 	memset(memory, 7, check_page);
-	handle = take(memory, check_page, RF_WIPE);
+	handle = check_register_as(memory, check_page, RF_WIPE);
 	CHECK(!setrlimit(RLIMIT_AS, &none));
 	pid = fork();
 	CHECK(!setrlimit(RLIMIT_AS, &any));
 	if (!pid) {
 		memory[0] = 8;
-		CHECK(child_finds(memory) == 8);
+		CHECK(check_child_finds(memory) == 8);
 		_exit(0);
 	}
 	CHECK(check_wait(pid) == 0);
-	CHECK(child_finds(memory) == 0);
+	CHECK(check_child_finds(memory) == 0);
 	check_release(handle);
 	check_empty();
 }
@@ -513,7 +483,7 @@ static void zeros_are_a_child_s_own_whatever_fails(void)
 	start(RF_MODE_LAZY);
 	memset(memory, 7, 4 * check_page);
 	for (nth = 1; nth < 30; nth++) {
-		handle = take(memory, 4 * check_page, RF_WIPE);
+		handle = check_register_as(memory, 4 * check_page, RF_WIPE);
 		seen = inject_faults();
 		inject(nth, ENOMEM);
 		pid = fork();
@@ -521,7 +491,7 @@ static void zeros_are_a_child_s_own_whatever_fails(void)
 			inject(0, 0);
 			signal(SIGSEGV, SIG_DFL);
 			memory[0] = 9;
-			CHECK(child_finds(memory) == 9);
+			CHECK(check_child_finds(memory) == 9);
 			_exit(0);
 		}
 		inject(0, 0);
@@ -543,7 +513,7 @@ static void a_child_starts_from_nothing(void)
 
 	start(RF_MODE_LAZY);
 	memset(memory, 7, check_page);
-	handle = take(memory, check_page, RF_WIPE);
+	handle = check_register_as(memory, check_page, RF_WIPE);
 	pid = fork();
 	if (!pid) {
 		CHECK(rf_handle_state(handle) == -ECHILD);
@@ -551,12 +521,12 @@ static void a_child_starts_from_nothing(void)
 		/* Bytes it writes there are its own, and its children's. */
 		CHECK(!(check_flags(memory) & CHECK_WF));
 		memory[0] = 8;
-		CHECK(child_finds(memory) == 8);
+		CHECK(check_child_finds(memory) == 8);
 		memory[0] = 9;
-		handle = take(memory, check_page, RF_WIPE);
-		CHECK(child_finds(memory) == 0);
+		handle = check_register_as(memory, check_page, RF_WIPE);
+		CHECK(check_child_finds(memory) == 0);
 		check_release(handle);
-		CHECK(child_finds(memory) == 9);
+		CHECK(check_child_finds(memory) == 9);
 		_exit(0);
 	}
 	CHECK(check_wait(pid) == 0);

@@ -15,12 +15,6 @@
 /* The kernel's own answers among them. */
 static const int refusals[] = { EPERM, ENOSYS, EACCES, ENOMEM, ENOENT };
 
-static void start_untrusted(void)
-{
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
-}
-
 static int open_descriptors(void)
 {
 	int fd, count = 0;
@@ -69,7 +63,7 @@ static void bytes_beside_are_copied_if(int error)
 	pid_t pid;
 
 	memset(memory, 'x', 64 * check_page);
-	start_untrusted();
+	check_start_untrusted();
 	for (i = 0; i < 16; i++)
 		check_register(memory + (4 * i + 1) * check_page - 100, check_page + 200, 0);
 	check_refuse(SYS_process_vm_readv, error);
@@ -205,7 +199,7 @@ static void no_child_keeps_a_file_of_another_thread_s_copy(void)
 	pid_t pid;
 
 	CHECK(program >= 0);
-	start_untrusted();
+	check_start_untrusted();
 	check_refuse(SYS_process_vm_readv, EPERM);
 	CHECK(!pthread_create(&thread, NULL, copy_on, NULL));
 	for (round = 0; round < rounds; round++) {
@@ -259,7 +253,7 @@ static void shared_memory_stays_if_ioctl_fails_with(int error)
 	struct rf_vma vma;
 
 	memset(shared, 's', 4 * check_page);
-	start_untrusted();
+	check_start_untrusted();
 	check_register(shared, 4 * check_page, 0);
 	check_register(private, 4 * check_page, 0);
 	check_refuse(SYS_ioctl, error);
@@ -290,7 +284,7 @@ static void shared_memory_stays_if_open_fails_with(int error)
 		   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
 	memset(apart, 's', 4 * check_page);
 	memset(memory, 's', 12 * check_page);
-	start_untrusted();
+	check_start_untrusted();
 	check_register(apart, 4 * check_page, 0);
 	check_register(private, 4 * check_page, RF_HELD);
 	check_register(memory, 4 * check_page, 0);
@@ -316,14 +310,6 @@ static void shared_memory_stays_without_proc(void)
 #define BLOCK 8
 #define BLOCKS 512
 
-static bool is_readable(const char *page)
-{
-	char byte;
-	struct iovec to = { &byte, 1 }, from = { (void *)page, 1 };
-
-	return rf_sys_copy(&to, &from, 1) == 1;
-}
-
 /* The bytes of all blocks that this process can read, of the shared pages or of the others. */
 static size_t readable(const char *memory, bool shared)
 {
@@ -331,7 +317,7 @@ static size_t readable(const char *memory, bool shared)
 
 	for (page = 0; page < BLOCK * BLOCKS; page++)
 		if ((page % BLOCK == 0 || page % BLOCK == BLOCK - 1) == shared)
-			count += is_readable(memory + page * check_page);
+			count += check_is_readable(memory + page * check_page);
 	return count;
 }
 
@@ -347,7 +333,7 @@ static void private_pages_between_shared_ones_stay_marked_without_proc(void)
 			CHECK(mmap(memory + page * check_page, check_page, PROT_READ | PROT_WRITE,
 				   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1,
 				   0) == memory + page * check_page);
-	start_untrusted();
+	check_start_untrusted();
 	handle = check_register(memory, BLOCK * BLOCKS * check_page, RF_HELD);
 	check_refuse(SYS_openat, EACCES);
 	pid = fork();
@@ -370,13 +356,13 @@ static void pages_beyond_those_asked_about_stay_marked_without_proc(void)
 
 	CHECK(mmap(shared, 2 * check_page, PROT_READ | PROT_WRITE,
 		   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == shared);
-	start_untrusted();
+	check_start_untrusted();
 	check_register(memory, (asked + 1) * check_page, RF_HELD);
 	check_refuse(SYS_openat, EACCES);
 	pid = fork();
 	if (!pid) {
-		CHECK(!is_readable(memory) && !is_readable(shared - check_page));
-		CHECK(is_readable(shared) && !is_readable(shared + check_page));
+		CHECK(!check_is_readable(memory) && !check_is_readable(shared - check_page));
+		CHECK(check_is_readable(shared) && !check_is_readable(shared + check_page));
 		_exit(0);
 	}
 	CHECK(check_wait(pid) == 0);

@@ -98,8 +98,7 @@ static void a_page_that_cannot_be_copied_is_reserved(void)
 	size_t i;
 	pid_t pid;
 
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	memory[0] = 7;
 	handle = check_register(memory + 100, 2 * check_page, 0);
 	for (i = 0; i < COUNT_OF(protections); i++) {
@@ -129,8 +128,7 @@ static void a_page_that_cannot_be_read_is_reserved(void)
 
 	CHECK(fd >= 0 && ftruncate(fd, (off_t)check_page) == 0);
 	CHECK(mmap(memory, 3 * check_page, protection, MAP_PRIVATE | MAP_FIXED, fd, 0) == memory);
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	memory[0] = 7;
 	check_register(memory + 100, 2 * check_page, 0);
 	pid = fork();
@@ -150,8 +148,7 @@ static void a_page_that_is_filled_is_copied_no_more(void)
 	struct rf_error error;
 	size_t i;
 
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	memset(memory, 7, check_page);
 	handle = check_register(memory + 100, 100, RF_HELD);
 	for (i = 0; i < 2 * COUNT_OF(policies); i++) {

@@ -253,8 +253,7 @@ static void a_child_never_reads_stale_bytes(void)
 	unsigned int round;
 
 	memory = check_map(16);
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	steps_set_stride(3);
 	for (round = 0; round < 2; round++) {
 		first_held = check_register(memory + 3 * check_page + 100, 100, RF_HELD);

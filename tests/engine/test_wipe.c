@@ -15,17 +15,7 @@
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
-static struct rf_error error;
 static char said[4096];
-
-static struct rf_handle take(const void *start, size_t nbytes)
-{
-	struct rf_handle handle;
-
-	CHECK(rf_register(start, nbytes, RF_HELD, RF_WIPE, &handle, &error) == 1, "cause %d",
-	      error.cause);
-	return handle;
-}
 
 /* A private file, this program, whose first byte is 0x7f. */
 static char *map_file(size_t pages, int protection)
@@ -148,9 +138,9 @@ static void protections_are_kept(void)
 	size_t i;
 
 	check_start(check_best_mode());
-	handles[0] = take(huge, COUNT_OF(all) * CHECK_HUGE);
-	handles[1] = take(file, COUNT_OF(all) * check_page);
-	handles[2] = take(memory, COUNT_OF(all) * check_page);
+	handles[0] = check_register_as(huge, COUNT_OF(all) * CHECK_HUGE, RF_WIPE);
+	handles[1] = check_register_as(file, COUNT_OF(all) * check_page, RF_WIPE);
+	handles[2] = check_register_as(memory, COUNT_OF(all) * check_page, RF_WIPE);
 	for (i = 0; i < COUNT_OF(all); i++) {
 		CHECK(!mprotect(huge + i * CHECK_HUGE, CHECK_HUGE, all[i].protection));
 		CHECK(!mprotect(file + i * check_page, check_page, all[i].protection));
@@ -172,10 +162,9 @@ static void a_copy_that_stays_writable_is_told(void)
 	char *memory = check_map(4), *at = memory + check_page;
 	struct rf_handle handle;
 
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	memset(memory, 7, 4 * check_page);
-	handle = take(at + 100, check_page);
+	handle = check_register_as(at + 100, check_page, RF_WIPE);
 	CHECK(!mprotect(at, 2 * check_page, PROT_READ | PROT_EXEC));
 	CHECK(child_finds(at) == 7 && !said[0], "%s", said);
 	check_refuse(SYS_mprotect, EACCES);
@@ -234,9 +223,9 @@ static void register_limited(void)
 	check_start(check_best_mode());
 	memset(limited[0], 7, FILE_PAGES * check_page);
 	memset(huge, 7, 2 * CHECK_HUGE);
-	limited_handles[0] = take(limited[0], FILE_PAGES * check_page);
-	limited_handles[1] = take(limited[1], FILE_PAGES * check_page);
-	limited_handles[2] = take(huge, CHECK_HUGE + 50);
+	limited_handles[0] = check_register_as(limited[0], FILE_PAGES * check_page, RF_WIPE);
+	limited_handles[1] = check_register_as(limited[1], FILE_PAGES * check_page, RF_WIPE);
+	limited_handles[2] = check_register_as(huge, CHECK_HUGE + 50, RF_WIPE);
 }
 
 static void release_limited(void)
@@ -324,8 +313,8 @@ static void memory_without_reservation_is_wiped(void)
 	check_start(check_best_mode());
 	for (i = 0; i < 4; i++)
 		*places[i] = 7;
-	handles[0] = take(memory, nbytes);
-	handles[1] = take(places[2], nbytes);
+	handles[0] = check_register_as(memory, nbytes, RF_WIPE);
+	handles[1] = check_register_as(places[2], nbytes, RF_WIPE);
 	children_find(places, found, 4);
 	for (i = 0; i < 4; i++)
 		CHECK(found[i] == 0 && *places[i] == 7, "%zu: %d", i, found[i]);
@@ -435,7 +424,7 @@ static void an_occupied_page_is_told(void)
 		places[i] = file + i * check_page;
 		*places[i] = 7;
 	}
-	handle = take(file, PAGES * check_page);
+	handle = check_register_as(file, PAGES * check_page, RF_WIPE);
 	children_find(places, found, PAGES);
 	CHECK(!said[0], "%s", said);
 	for (one = 0; one < PAGES; one++) {
@@ -465,7 +454,7 @@ static void an_occupied_copy_is_told(void)
 
 	check_start(check_best_mode());
 	memset(huge, 7, CHECK_HUGE);
-	handle = take(huge + 100, check_page);
+	handle = check_register_as(huge + 100, check_page, RF_WIPE);
 	CHECK(child_finds(huge) == 7 && !said[0]);
 	occupied = huge;
 	occupied_pages[0] = 0;
@@ -491,14 +480,14 @@ static void memory_mapped_anew_is_not_told(void)
 {
 	char *memory = check_map(8), *file = map_file(4, PROT_READ | PROT_WRITE);
 	struct rf_handle handles[3];
+	struct rf_error error;
 
-	setenv("RDMAFORK_TRUST_COPYING", "0", 1);
-	check_start(RF_MODE_EAGER);
+	check_start_untrusted();
 	memset(memory, 7, 8 * check_page);
 	handles[0] = check_register(memory + 100, 3 * check_page, 0);
 	CHECK(rf_register(file, 4 * check_page, 0, RF_WIPE, &handles[1], &error) == 1);
 	/* Beside them held memory is told of as before. */
-	handles[2] = take(memory + 6 * check_page + 100, 200);
+	handles[2] = check_register_as(memory + 6 * check_page + 100, 200, RF_WIPE);
 	map_anew(memory, 4);
 	map_anew(file, 4);
 	CHECK(child_finds(memory) == 9 && !said[0], "%s", said);
@@ -536,7 +525,7 @@ static void marks_left_by_a_release_are_not_told(void)
 
 	check_start(check_best_mode());
 	*file = 7;
-	to_release = take(file, 4 * check_page);
+	to_release = check_register_as(file, 4 * check_page, RF_WIPE);
 	CHECK(child_finds(file) == 7);
 	CHECK(!said[0], "%s", said);
 	check_empty();
@@ -602,7 +591,7 @@ static void memory_of_a_userfaultfd_is_wiped(void)
 
 	check_start(check_best_mode());
 	memory[2 * check_page] = 7;
-	handle = take(memory + check_page, 4 * check_page);
+	handle = check_register_as(memory + check_page, 4 * check_page, RF_WIPE);
 	CHECK(child_finds(memory + check_page) == 0 && child_finds(memory + 2 * check_page) == 0);
 	CHECK(memory[2 * check_page] == 7 && memory[check_page] == 5);
 	check_release(handle);
@@ -618,7 +607,7 @@ static void a_userfaultfd_that_serves_children_decides(void)
 
 	check_start(check_best_mode());
 	memory[2 * check_page] = 7;
-	handle = take(memory + check_page, 4 * check_page);
+	handle = check_register_as(memory + check_page, 4 * check_page, RF_WIPE);
 	CHECK(child_finds(memory + 2 * check_page) == 5);
 	CHECK(__atomic_load_n(&forks_seen, __ATOMIC_SEQ_CST));
 	CHECK(memory[2 * check_page] == 7);

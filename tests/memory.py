@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import mmap
@@ -23,6 +24,7 @@ libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 libc.mremap.argtypes = [
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
 ]  # fmt: skip
@@ -189,6 +191,36 @@ def is_mapped(address):
             if start <= address < end:
                 return permissions != "---p"
     return False
+
+
+# ---- no mapping left ---------------------------------------------------------------------
+
+
+class FullTable:
+    """This process may have no mappings more than it has: each one taken is given back."""
+
+    def __enter__(self):
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+        if limit > 1 << 20:
+            pytest.skip(f"vm.max_map_count is {limit}: too many mappings would be needed")
+        self.nbytes = (2 * limit + 64) * PAGE
+        self.at = map_at(0, self.nbytes, prot=0, flags=MAP_NORESERVE)
+        self.used = []
+        for index in range(limit):
+            page = self.at + (2 * index + 1) * PAGE
+            if libc.mprotect(page, PAGE, 1):
+                assert ctypes.get_errno() == errno.ENOMEM
+                return self
+            self.used.append(page)
+        raise AssertionError("there is no limit")
+
+    def free(self, count):
+        """Room for so many mappings more (each splits or joins two)."""
+        for _ in range(count):
+            assert not libc.mprotect(self.used.pop(), PAGE, 0)
+
+    def __exit__(self, *exception):
+        unmap(self.at, self.nbytes)
 
 
 # ---- huge pages -------------------------------------------------------------------------

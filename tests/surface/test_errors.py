@@ -15,7 +15,18 @@ from pathlib import Path
 
 import pytest
 from conftest import both_modes, child, compile_c, fork_once, fresh, needs_lazy
-from memory import PAGE, PLACE, is_mapped, libc, map_at, private_map, smaps, unmap, vm_flags
+from memory import (
+    PAGE,
+    PLACE,
+    FullTable,
+    is_mapped,
+    libc,
+    map_at,
+    private_map,
+    smaps,
+    unmap,
+    vm_flags,
+)
 from seccomp import DONTFORK, refuse
 
 import rdmafork
@@ -499,32 +510,6 @@ def test_attributes_cannot_be_set():
 # ---- refusals of the kernel -----------------------------------------------------------------
 
 
-class FullTable:
-    """This process may have no mappings more than it has: each one taken is given back."""
-
-    def __enter__(self):
-        limit = rdmafork.kernel_info().max_map_count
-        self.nbytes = (2 * limit + 64) * PAGE
-        self.at = map_at(0, self.nbytes, prot=0, flags=0x4000)
-        self.used = []
-        for index in range(limit):
-            page = self.at + (2 * index + 1) * PAGE
-            if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 1):
-                assert ctypes.get_errno() == errno.ENOMEM
-                return self
-            self.used.append(page)
-        raise AssertionError("there is no limit")
-
-    def free(self, count):
-        """Room for so many mappings more (each splits or joins two)."""
-        for _ in range(count):
-            page = self.used.pop()
-            assert not libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0)
-
-    def __exit__(self, *exception):
-        unmap(self.at, self.nbytes)
-
-
 @fresh
 def test_eager_without_mappings_left():
     rdmafork.fork_init("eager")
@@ -596,7 +581,7 @@ def sealed(nbytes):
     """Sealed memory that is read-only, so that its content may not be discarded."""
     at = map_at(0, nbytes)
     ctypes.memset(at, 1, nbytes)
-    libc.mprotect(ctypes.c_void_p(at), ctypes.c_size_t(nbytes), 1)
+    libc.mprotect(at, nbytes, 1)
     if libc.syscall(MSEAL, ctypes.c_void_p(at), ctypes.c_size_t(nbytes), 0):
         pytest.skip(f"mseal(): {os.strerror(ctypes.get_errno())}")
     return at

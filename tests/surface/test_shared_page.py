@@ -75,7 +75,7 @@ def test_a_copied_page_has_the_protection_that_the_parent_s_has():
     # A page more: the control block may come next, and the page below that is named as well.
     _memory, address = private_map(4 * PAGE)
     write(address, b"x" * 3 * PAGE)
-    assert not libc.mprotect(ctypes.c_void_p(address + PAGE), PAGE, mmap.PROT_READ)
+    assert not libc.mprotect(address + PAGE, PAGE, mmap.PROT_READ)
     with register_address(address + 100, 3 * PAGE - 200):
 
         def look():

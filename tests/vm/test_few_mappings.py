@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import both_modes, fork_once, fresh
-from memory import PAGE, private_map, smaps
+from memory import PAGE, FullTable, private_map, smaps
 from surface import test_errors as errors
 
 import rdmafork
@@ -132,7 +132,7 @@ def test_with_no_mapping_left_nothing_is_claimed(mode):
     with contextlib.ExitStack() as stack:
         kept = [rdmafork.register(view[8 * i * PAGE : (8 * i + 4) * PAGE]) for i in range(4)]
         fork_once()
-        table = stack.enter_context(errors.FullTable())
+        table = stack.enter_context(FullTable())
         new = []
         for i in range(4, 8):
             with contextlib.suppress(OSError):

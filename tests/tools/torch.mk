@@ -5,7 +5,7 @@
 # The build for CPUs, which PyPI does not have for Linux. Another: make test-torch TORCH=torch==2.13.0
 TORCH ?= --index-url https://download.pytorch.org/whl/cpu torch
 HAS_TORCH := $(VENV)/has-torch
-TORCH_TESTS := tests/surface/test_child_fault.py tests/surface/test_buffer.py \
+TORCH_TESTS := tests/surface/test_child_fault.py tests/surface/test_buffer_views.py \
 	tests/surface/test_buffers.py tests/surface/test_killers.py tests/package/test_examples.py
 
 $(HAS_TORCH): | $(BUILT)

@@ -5,12 +5,10 @@ import errno
 import fcntl
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from conftest import TIMEOUT, environment, needs_pins
 from memory import huge_page_pool, pool_lock
 from seccomp import refuse
 from sysfs import as_nobody
+from test_cli import on_a_terminal
 
 import rdmafork
 from rdmafork.cli import demo, demo_screen, machine, main, terminal
@@ -514,34 +513,11 @@ def test_ctrl_c_ends_it_and_its_workers(delay):
         time.sleep(0.05)
 
 
-@pool_lock()
-def on_a_terminal(**env):
-    """The demo's output where stdout and stderr are a terminal."""
-    control, screen = pty.openpty()
-    attributes = termios.tcgetattr(screen)
-    attributes[1] &= ~termios.OPOST
-    termios.tcsetattr(screen, termios.TCSANOW, attributes)
-    process = subprocess.Popen(
-        [*COMMAND, *SMALL], stdout=screen, stderr=screen, env=environment({"TERM": "xterm"} | env)
-    )
-    os.close(screen)
-    output = b""
-    while True:
-        try:
-            output += (got := os.read(control, 65536))
-        except OSError as error:
-            assert error.errno == errno.EIO
-            break
-        if not got:
-            break
-    os.close(control)
-    assert process.wait() == 0
-    return output.decode()
-
-
 def test_colours_and_progress_only_on_a_terminal(done):
-    seen = on_a_terminal(NO_COLOR=None)
+    with pool_lock():
+        seen = on_a_terminal(*SMALL)
     assert "\033[32mOK" in seen and "forking without rdmafork" in seen
-    plain = on_a_terminal(NO_COLOR="1")
+    with pool_lock():
+        plain = on_a_terminal(*SMALL, NO_COLOR="1")
     assert "\033[32m" not in plain and "\r\033[K" in plain
     assert "\033" not in done.stdout and done.stderr == ""

@@ -18,7 +18,7 @@ from sysfs import an_open_tmp_path, as_nobody
 
 import rdmafork
 from rdmafork.cli import exec as command
-from rdmafork.cli import launchers, main, programs
+from rdmafork.cli import launchers, programs
 from rdmafork.cli.elf import Elf
 from rdmafork.cli.programs import Refused, check
 
@@ -621,15 +621,6 @@ def test_a_program_that_may_only_be_executed_is_let_through(compiled):
 
 
 # ---- how it behaves ---------------------------------------------------------------------
-
-
-def test_ctrl_c_before_the_program_is_quiet(monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "check", interrupted)
-    assert main(["exec", "true"]) == 130
-    assert capsys.readouterr().err == "\n"
 
 
 def test_starting_takes_no_command_but_its_own():

@@ -84,11 +84,6 @@ def test_each_process_appends_a_line_of_its_own(tmp_path):
     assert len({each["ppid"] for each in found}) == 1
 
 
-def test_a_dash_writes_the_report_to_stderr():
-    text = execute("--report", "-", "--", "true")
-    assert json.loads(text)["program"] == "true"
-
-
 SILENT = "process {} wrote no report, and 1 child did; exec(), _exit() or a signal ends a program"
 MISSING = "process {} forked 3 times; 2 children wrote no report: exec(), _exit() or a signal ends"
 REPLACED = "process {} forked less often than forked children wrote reports: exec() has replaced"
@@ -143,23 +138,6 @@ def test_programs_that_are_killed_leave_no_report(tmp_path, capsys):
     assert "no reports: exec(), _exit() or a signal ends a program" in capsys.readouterr().err
 
 
-def test_the_parent_is_the_one_that_forked(tmp_path):
-    """A daemon's parent has ended before its report is written."""
-    path = tmp_path / "r.json"
-    source = """
-import os, time
-if not os.fork():
-    parent = os.getppid()
-    while os.getppid() == parent:
-        time.sleep(0.01)
-"""
-    command = [*RDMAFORK, "exec", "--report", str(path), "--", sys.executable, "-c", source]
-    done = subprocess.run(command, env=environment({}), stderr=subprocess.PIPE, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
-    first, second = lines(path)
-    assert second["ppid"] == first["pid"] == int(first["exec_pid"])
-
-
 @pytest.mark.parametrize(
     ("leaves", "why"),
     [
@@ -193,13 +171,6 @@ os.wait()
 """
     assert execute("--report", "-", "--", sys.executable, "-c", source) == ""
     assert path.read_bytes() == b"data"
-
-
-def test_callers_of_fork_are_traced(tmp_path):
-    path = tmp_path / "r.json"
-    execute("--report", str(path), "--trace-forks", "--", sys.executable, "-c", FORKING, "2")
-    (caller,) = lines(path)[0]["fork_callers"]
-    assert caller["count"] == 2 and "python" in caller["object"]
 
 
 def report_of(tmp_path, source, *arguments, env=None):

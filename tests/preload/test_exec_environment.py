@@ -332,19 +332,6 @@ def test_any_text_is_valid_json(report, rank):
     assert os.fsencode(line["rank"]) == os.fsencode(rank)
 
 
-def test_many_processes_write_whole_lines(report):
-    path, lines = report
-    count = 24
-    settings = {**SETTINGS, "LD_PRELOAD": rdmafork.get_library(), "RDMAFORK_REPORT": str(path)}
-    program = shutil.which("env")
-    processes = [
-        subprocess.Popen([program], env=environment(settings), stdout=subprocess.DEVNULL)
-        for _ in range(count)
-    ]
-    assert [process.wait() for process in processes] == [0] * count
-    assert sorted(line["pid"] for line in lines()) == sorted(p.pid for p in processes)
-
-
 REGISTERS = """
 import ctypes, mmap, sys, rdmafork
 first, second = map(ctypes.CDLL, sys.argv[1:])

@@ -133,21 +133,61 @@ static void handlers_register_and_release(void)
 	check_empty();
 }
 
-/* A registration in the window is protected in the fork under way. */
-static void window_register(void)
+/* A registration in the window is protected in the fork under way, a release is one. */
+static struct rf_handle in_window[3], to_release;
+
+static void window_prepare(void)
 {
-	early = check_register(early_memory, check_page, RF_HELD);
+	check_release(to_release);
+	in_window[0] = check_register(early_memory, check_page, RF_HELD);
+	in_window[1] = check_register(early_memory + 2 * check_page + 8, 56, RF_HELD);
 }
 
-static void memory_registered_in_the_window_is_protected(void)
+/* Our own runs after it. */
+static void window_parent(void)
 {
-	check_start(check_best_mode());
-	early_memory = check_map(4);
-	inside[0] = window_register;
-	CHECK(!check_child_reads(early_memory));
-	inside[0] = NULL;
-	check_release(early);
+	in_window[2] = check_register(early_memory + 6 * check_page, check_page, RF_HELD);
+}
+
+static void memory_registered_in_the_window_is_protected(enum rf_mode mode)
+{
+	pid_t child;
+	size_t i;
+
+	check_start(mode);
+	early_memory = check_map(8);
+	to_release = check_register(early_memory + 4 * check_page, check_page, RF_HELD);
+	check_fork();
+	inside[0] = window_prepare;
+	inside[1] = window_parent;
+	child = fork();
+	CHECK(child >= 0);
+	if (!child) {
+		CHECK(!check_is_readable(early_memory));
+		CHECK(check_is_readable(early_memory + 2 * check_page));
+		CHECK(check_is_readable(early_memory + 4 * check_page));
+		_exit(0);
+	}
+	CHECK(check_wait(child) == 0);
+	inside[0] = inside[1] = NULL;
+	CHECK(check_marked(early_memory, 1) == 1);
+	CHECK(check_marked(early_memory + 4 * check_page, 1) == 0);
+	CHECK(check_marked(early_memory + 6 * check_page, 1) == 1);
+	for (i = 0; i < COUNT_OF(in_window); i++)
+		check_release(in_window[i]);
+	CHECK(check_marked(early_memory, 8) == 0);
 	check_empty();
+}
+
+static void memory_in_the_window_eager(void)
+{
+	memory_registered_in_the_window_is_protected(RF_MODE_EAGER);
+}
+
+static void memory_in_the_window_lazy(void)
+{
+	check_needs_lazy();
+	memory_registered_in_the_window_is_protected(RF_MODE_LAZY);
 }
 
 static unsigned int window_flags;
@@ -638,7 +678,8 @@ int main(int argc, char **argv)
 {
 	static const struct check_scenario scenarios[] = {
 		SCENARIO(handlers_register_and_release),
-		SCENARIO(memory_registered_in_the_window_is_protected),
+		SCENARIO(memory_in_the_window_eager),
+		SCENARIO(memory_in_the_window_lazy),
 		SCENARIO(shared_memory_in_the_window_eager),
 		SCENARIO(shared_memory_in_the_window_lazy),
 		SCENARIO(a_fork_within_a_fork_shuts_the_window),

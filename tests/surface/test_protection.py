@@ -1,7 +1,6 @@
 """Registered memory at a fork: each promise, from the child's side too."""
 
 import gc
-import inspect
 import mmap
 import os
 import signal
@@ -323,78 +322,7 @@ def test_a_failed_registration_leaves_the_facts_of_others(mode):
     assert stats().ranges == 0
 
 
-# ---- within a fork -------------------------------------------------------------------------
-
-WINDOW = """
-    import ctypes, os, sys
-    from conftest import *
-
-    # Registered before the engine is loaded, so the engine's own prepare handler runs first.
-    def prepare():
-        if "rdmafork" in sys.modules:
-            events.append("prepare")
-            seen.update(actions["prepare"]())
-
-    def parent():
-        if "rdmafork" in sys.modules:
-            seen.update(actions["parent"]())
-
-    events, seen = [], {}
-    HANDLER = ctypes.CFUNCTYPE(None)
-    handlers = [HANDLER(prepare), HANDLER(parent), HANDLER()]
-    assert libc.__register_atfork(*handlers, None) == 0
-    import rdmafork
-
-    rdmafork.fork_init(args[0])
-    memory, address = private_map(16 * PAGE)
-    other, elsewhere = private_map(16 * PAGE)
-    shared, shared_at = shared_map(4 * PAGE)
-    early = rdmafork.register(memoryview(memory)[:4 * PAGE])
-    gone = rdmafork.register(memoryview(other)[:4 * PAGE])
-    fork_once() if args[0] == "lazy" else None
-
-    def in_prepare():
-        gone.close()
-        late = rdmafork.register(memoryview(memory)[8 * PAGE:12 * PAGE])
-        edge = rdmafork.register(memoryview(memory)[14 * PAGE + 8:14 * PAGE + 64])
-        common = rdmafork.register(shared)
-        return dict(late=late, edge=edge, common=common, marks=marked(address, 16 * PAGE))
-
-    def in_parent():
-        return dict(after=rdmafork.register(memoryview(other)[8 * PAGE:12 * PAGE]))
-
-    actions = dict(prepare=lambda: {}, parent=lambda: {})
-    fork_once()
-    actions = dict(prepare=in_prepare, parent=in_parent)
-    found = []
-    pid = os.fork()
-    if not pid:
-        shared[5] = 77
-        missing = [i for i in range(16) if not is_mapped(address + i * PAGE)]
-        os._exit(0 if missing == [0, 1, 2, 3, 8, 9, 10, 11] and other[0] == 0 else 1)
-    status = os.waitpid(pid, 0)[1]
-    actions = dict(prepare=lambda: {}, parent=lambda: {})
-    marks = [(a - address) // PAGE for a in seen.pop("marks")]
-    late_marks = [(a - elsewhere) // PAGE for a in marked(elsewhere, 16 * PAGE)]
-    fork_once()
-    later_marks = [(a - elsewhere) // PAGE for a in marked(elsewhere, 16 * PAGE)]
-    for registration in [*seen.values(), early]:
-        assert registration.protected
-        registration.close()
-    clean = marked(address, 16 * PAGE), marked(elsewhere, 16 * PAGE), rdmafork.stats().ranges
-    (status, shared[5], marks, late_marks, later_marks, clean)
-"""
-
-
-@both_modes
-def test_registered_and_released_within_the_fork(mode):
-    """By other libraries' fork handlers, after the engine's own has run."""
-    status, byte, marks, late_marks, later_marks, clean = run(inspect.cleandoc(WINDOW), mode)
-    assert marks == [0, 1, 2, 3, 8, 9, 10, 11]
-    assert status == 0, "the child has what was registered in the window, or has lost more"
-    assert byte == 77
-    assert late_marks == later_marks == [8, 9, 10, 11]
-    assert clean == ([], [], 0)
+# ---- memory that was unmapped ---------------------------------------------------------------
 
 
 @both_modes

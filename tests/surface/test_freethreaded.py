@@ -81,6 +81,7 @@ def test_all_threads_register_read_and_close_in_the_same_memory(mode):
             registration = shared[at]
             try:
                 assert registration.obj is memory
+                assert registration.address == memory.address
                 assert registration.nbytes == 16 * PAGE
             except ValueError as error:
                 assert "closed" in str(error)

@@ -234,30 +234,3 @@ def test_a_second_fork_init(mode):
         assert repr(other) in str(caught.value) and "already" in str(caught.value)
         assert stats().mode == mode
         assert (registration is not None) == registered
-
-
-@needs_lazy
-@both_modes
-@fresh
-def test_a_child_inherits_the_mode_and_may_change_it_once(mode):
-    other = "eager" if mode == "lazy" else "lazy"
-    rdmafork.fork_init(mode)
-    keep = register(bytearray(10 * PAGE))
-
-    def in_child(wish):
-        found = [stats().mode, stats().registrations]
-        if wish:
-            rdmafork.fork_init(wish)
-            found.append(stats().mode)
-        memory, address = private_map(4 * PAGE)
-        with register(memory):
-            found += [len(marked(address, 4 * PAGE)), child(read, address)]
-            with pytest.raises(OSError):
-                rdmafork.fork_init(other if stats().mode == mode else mode)
-        return found
-
-    marks = {"lazy": 0, "eager": 4}
-    assert child(in_child, None) == [mode, 0, marks[mode], signal.SIGSEGV]
-    assert child(in_child, other) == [mode, 0, other, marks[other], signal.SIGSEGV]
-    assert stats().mode == mode
-    keep.close()

@@ -75,37 +75,6 @@ def test_one_registration_closed_by_all_threads_at_once(mode):
         memory.extend(b"x")  # given back once, and only once
 
 
-@both_modes
-@fresh
-def test_closed_by_one_thread_as_others_use_it(mode):
-    sys.setswitchinterval(1e-6)
-    rdmafork.fork_init(mode)
-
-    def use(registration, memory):
-        for _ in range(50):
-            try:
-                assert registration.obj is memory
-                assert registration.nbytes == len(memory)
-                assert registration.address
-            except ValueError as error:
-                assert "closed" in str(error)
-            repr(registration)
-
-    for _ in range(40):
-        memory = bytearray(1 << 16)
-        registration = rdmafork.register(memory)
-        users = [lambda r=registration, m=memory: use(r, m)] * 3
-        in_threads([*users, registration.close])
-    assert rdmafork.stats().registrations == 0
-
-
-@fresh
-def test_all_threads_start_it_at_once():
-    sys.setswitchinterval(1e-6)
-    in_threads([rdmafork.fork_init] * 16)
-    assert rdmafork.is_fork_initialized() == rdmafork.ForkStatus.ENABLED
-
-
 def _first_registration_of_many():
     sys.setswitchinterval(1e-6)
     done = []

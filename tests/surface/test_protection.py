@@ -8,7 +8,6 @@ import struct
 
 import pytest
 from conftest import (
-    UNTRUSTED,
     both_modes,
     child,
     fork_once,
@@ -146,25 +145,6 @@ def test_the_child_keeps_every_byte_that_was_not_registered(mode):
     gc.collect()
     assert marked(address, 16 * PAGE) == []
     assert child(bytes, memory) == bytes(memory)
-
-
-@fresh(env=UNTRUSTED)
-def test_partial_pages_are_marked_and_copied():
-    rdmafork.fork_init()
-    memory, address = private_map(8 * PAGE)
-    registrations = [
-        register(memoryview(memory)[PAGE + 100 : PAGE + 164]),
-        register(memoryview(memory)[3 * PAGE - 1 : 3 * PAGE + 1]),
-    ]
-    assert marked(address, 8 * PAGE) == pages(address + PAGE, 3)
-    fork_once()
-    assert marked(address, 8 * PAGE) == pages(address + PAGE, 3)
-    memory[:] = b"w" * len(memory)
-    assert child(read, address, 8 * PAGE) == b"w" * 8 * PAGE
-    assert {p[3] for p in protections()} == {"mark"}
-    for registration in registrations:
-        registration.close()
-    assert marked(address, 8 * PAGE) == []
 
 
 @trusted

@@ -534,6 +534,23 @@ static void a_signal_that_is_sent_arrives(void)
 	CHECK(!*said, "%s", said);
 }
 
+static void install_explain_and_send(void)
+{
+	struct sigaction action = { .sa_sigaction = was_sent, .sa_flags = SA_SIGINFO };
+
+	CHECK(sigaction(SIGSEGV, &action, NULL) == 0);
+	CHECK(rf_explain_faults() == 1);
+	send_it();
+}
+
+/* And not to the action that was in force before it. */
+static void a_signal_that_is_sent_arrives_at_the_last_handler(void)
+{
+	start();
+	CHECK(run_child(install_explain_and_send) == 48);
+	CHECK(!*said, "%s", said);
+}
+
 /* ---- Where the line goes ---- */
 
 static void a_full_pipe_on_stderr_does_not_hang_the_child(void)
@@ -859,6 +876,7 @@ static const struct check_scenario scenarios[] = {
 	SCENARIO(a_handler_that_puts_ours_back_is_called_once),
 	SCENARIO(explain_faults_puts_the_handler_in_front_again),
 	SCENARIO(a_signal_that_is_sent_arrives),
+	SCENARIO(a_signal_that_is_sent_arrives_at_the_last_handler),
 	SCENARIO(a_full_pipe_on_stderr_does_not_hang_the_child),
 	SCENARIO(another_file_at_descriptor_2_is_left_alone),
 	SCENARIO(grandchildren_lack_the_memory_of_both_parents),

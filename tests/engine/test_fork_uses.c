@@ -146,6 +146,7 @@ static void *name_arena(void *unused)
 	if (!((uintptr_t)block >> 26) || !block || (char *)sbrk(0) > block)
 		check_skip("malloc() took the thread's memory from the main heap");
 	CHECK(is_named(block + 8192, 100, of_malloc));
+	CHECK(is_named(block + 8193, 100, of_malloc));
 	free(block);
 	return unused;
 }

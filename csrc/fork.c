@@ -244,7 +244,6 @@ bool rf_become_child(void)
 	 */
 	rf_child_list_apply(&engine->list, child_of());
 	engine->generation++;
-	engine->registry.inherited = engine->registry.last_serial;
 	rf_window_child();
 	if (rf_lock_is_mine(&engine->lock)) {
 		engine->clear_when_left = true;

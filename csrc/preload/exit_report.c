@@ -25,7 +25,6 @@ static struct {
 	uint32_t warnings;
 	struct rf_file error_output;
 	char path[4096], rank[64], exec_pid[16], failure[64 + RF_STRERROR_SIZE], inherited[192];
-	uint32_t generation;	/* to which these two belong */
 	pid_t pid;
 	pid_t ppid;		/* who forked: getppid() is init's once that process has ended */
 	pid_t opener;		/* forked with a device open; 0: none, or it was told */
@@ -61,7 +60,6 @@ void rf_exit_report_begin(bool on)
 	if (!on)
 		return;
 	report.on = true;
-	report.generation = rf_generation();
 	report.pid = rf_sys_pid();
 	report.ppid = rf_sys_ppid();
 	copy_variable(report.path, sizeof(report.path), "RDMAFORK_REPORT");
@@ -123,19 +121,8 @@ void rf_exit_report_shared_page(const struct rf_error *error)
 	write_warning(&report.warning[count], error);
 }
 
-/* In a child. It is cleared later if it was forked inside the engine, by a signal handler. */
-static void note_parent(void)
-{
-	if (report.generation == rf_engine.generation)
-		return;
-	report.generation = rf_engine.generation;
-	report.ppid = report.pid;
-	report.pid = rf_sys_pid();
-}
-
 void rf_exit_report_device_gone(void)
 {
-	note_parent();
 	report.opener = report.ppid;
 }
 
@@ -203,12 +190,19 @@ void rf_exit_report_fork(uint64_t began)
 	rf_fork_callers_count();
 }
 
+void rf_exit_report_child(void)
+{
+	if (!report.on)
+		return;
+	report.ppid = report.pid;
+	report.pid = rf_sys_pid();
+}
+
 void rf_exit_report_clear(void)
 {
 	/* Unused pages are not written to: each costs a child a page fault. */
 	if (!report.on && !report.warnings)
 		return;
-	note_parent();
 	memset(&report.process, 0, sizeof(report.process));
 	report.warnings = 0;
 	*report.inherited = '\0';

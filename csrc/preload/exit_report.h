@@ -43,6 +43,8 @@ void rf_exit_report_registers(void);
 
 /* Hooks: a fork has been prepared, by a handler that began at @began; this is a child. */
 void rf_exit_report_fork(uint64_t began);
+void rf_exit_report_child(void);
+/* The same, once no interrupted call goes on here: begin anew. */
 void rf_exit_report_clear(void);
 
 #endif

@@ -10,6 +10,12 @@ static void prepare(void)
 	rf_intercept_look(true);
 }
 
+static void notice(void)
+{
+	rf_intercept_child();
+	rf_exit_report_child();
+}
+
 static void clear(bool torn)
 {
 	rf_ibv_clear(torn);
@@ -19,7 +25,7 @@ static void clear(bool torn)
 const struct rf_hooks rf_hooks = {
 	.prepare = prepare,
 	.prepared = rf_exit_report_fork,
-	.notice = rf_intercept_child,
+	.notice = notice,
 	.clear = clear,
 	.child = rf_exec_child,
 	.add_stats = rf_ibv_add_stats,

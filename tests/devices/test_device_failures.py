@@ -7,13 +7,10 @@ import ctypes
 import errno
 import gc
 import os
-import shutil
-import subprocess
 import types
-from pathlib import Path
 
 import pytest
-from conftest import HERE, both_modes, child, compile_c, fork_once, run
+from conftest import HERE, both_modes, child, compile_c, fork_once, fresh
 from memory import PAGE, Cyclic, private_map
 from seccomp import check_claims, marks
 
@@ -89,14 +86,17 @@ LIFE = ("open", "alloc", "register", "register_wiped_beside", "close_region", "c
         "close_context")  # fmt: skip
 
 
-def test_a_child_is_told_who_opened_its_parent_s_device(library):
-    run(_told_who, library)
-
-
-def _told_who(path):
-    bench = Bench(path, "auto")
+def opened(path, mode):
+    """A bench whose device is open and has a domain."""
+    bench = Bench(path, mode)
     bench.open()
     bench.alloc()
+    return bench
+
+
+@fresh
+def test_a_child_is_told_who_opened_its_parent_s_device(library):
+    bench = opened(library, "auto")
     theirs = rdmafork.ProtectionDomain.from_address(bench.domain.address)
     expected = f"was opened before fork() in pid {os.getpid()}; open the device afresh"
     for use in (bench.alloc, bench.register_only, lambda: theirs.address):
@@ -112,15 +112,9 @@ def _refusal(use):
 
 
 @both_modes
+@fresh
 def test_every_call_of_the_library_fails_once_with_every_errno(library, mode):
-    faults = run(_every_call, library, mode)
-    print(f"{faults} faults")
-    # At least the list, the device, the domain, the region twice, and three releases.
-    assert faults >= 8 * len(ERRORS)
-
-
-def _every_call(path, mode):
-    bench = Bench(path, mode)
+    bench = Bench(library, mode)
     nothing = bench.state()
     for name in LIFE:
         step = getattr(bench, name)
@@ -151,29 +145,24 @@ def _every_call(path, mode):
             undo(bench, name)
         step()
     assert bench.state() == nothing
-    return bench.lib.standin_faults()
+    faults = bench.lib.standin_faults()
+    print(f"{faults} faults")
+    # At least the list, the device, the domain, the region twice, and three releases.
+    assert faults >= 8 * len(ERRORS)
 
 
+@fresh
 def test_read_only_memory_is_registered_for_reading_alone(library):
-    run(_read_only_memory, library)
-
-
-def _read_only_memory(path):
-    bench = Bench(path, "eager")
-    bench.open()
-    bench.alloc()
+    bench = opened(library, "eager")
     for access in (None, 0, rdmafork.Access.REMOTE_READ):
         bench.domain.register(bytes(PAGE), access).close()
     with pytest.raises(BufferError, match="read-only"):
         bench.domain.register(bytes(PAGE), rdmafork.Access.LOCAL_WRITE)
 
 
+@fresh
 def test_lack_of_memory_in_the_library_is_no_property_of_a_device(library):
-    run(_no_memory_for_a_device, library)
-
-
-def _no_memory_for_a_device(path):
-    bench = Bench(path, "eager")
+    bench = Bench(library, "eager")
     from rdmafork import _problems
     from rdmafork.devices import Port
 
@@ -211,17 +200,12 @@ def undo(bench, name):
 
 
 @both_modes
+@fresh
 def test_every_allocation_of_python_s_fails_once(library, mode):
     pytest.importorskip("_testcapi", reason="this Python lacks _testcapi, which fails allocations")
-    faults = run(_every_allocation, library, mode)
-    print(f"{faults} faults")
-    assert faults > 20
-
-
-def _every_allocation(path, mode):
     import _testcapi
 
-    bench = Bench(path, mode)
+    bench = Bench(library, mode)
     nothing, faults = bench.state(), 0
 
     def pure():
@@ -255,18 +239,14 @@ def _every_allocation(path, mode):
     for close in (bench.close_region, bench.close_domain, bench.close_context):
         close()
     assert bench.state() == nothing
-    return faults
+    print(f"{faults} faults")
+    assert faults > 20
 
 
 @both_modes
+@fresh
 def test_a_buffer_that_holds_its_region_is_collected(library, mode):
-    run(_holds_its_region, library, mode)
-
-
-def _holds_its_region(path, mode):
-    bench = Bench(path, mode)
-    bench.open()
-    bench.alloc()
+    bench = opened(library, mode)
     nothing = bench.state()
     for _ in range(100):
         memory = Cyclic(10)
@@ -276,28 +256,18 @@ def _holds_its_region(path, mode):
     assert bench.lib.standin_wrong() == 0
 
 
-def test_a_refused_on_demand_region_names_the_request(library):
-    run(_on_demand, library)
-
-
-def _on_demand(path):
-    bench = Bench(path, "eager")
-    bench.open()
-    bench.alloc()
+@fresh
+def test_an_on_demand_region_is_not_protected(library):
+    bench = opened(library, "eager")
     for on_fork in ("omit", "wipe", "keep"):
         memory = bytearray(PAGE)
         with bench.domain.register(memory, rdmafork.Access.ON_DEMAND, on_fork) as region:
             assert (region.on_fork, region.protected) == (on_fork, False)
 
 
+@fresh(timeout=60)
 def test_closing_a_context_within_the_closing_of_its_domain_is_refused(library):
-    run(_closing_within, library, timeout=60)
-
-
-def _closing_within(path):
-    bench = Bench(path, "eager")
-    bench.open()
-    bench.alloc()
+    bench = opened(library, "eager")
     refused = []
 
     class Pool(bytearray):

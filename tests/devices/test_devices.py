@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import child, environment, run
+from conftest import child, run
 from sysfs import (
     IPV4,
     LINK_LOCAL,
@@ -323,21 +323,6 @@ def test_every_call_reads_anew(tree):
     assert get_device_list()[1].firmware_version == "1.2.3"
     (tree.ibs / "mlx5_0").unlink()
     assert [d.name for d in get_device_list()] == ["mlx5_1"]
-
-
-@pytest.mark.parametrize(("use", "comes"), [("", False), ("rdmafork.NodeType", True)])
-def test_importing_costs_no_heavy_module(use, comes):
-    """Nor the list's own enums, before they are used."""
-    code = f"import sys; had = set(sys.modules); import rdmafork\n{use}\n"
-    code += "print(*set(sys.modules) - had)"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        env=environment({"PYTHONPATH": str(Path(rdmafork.__file__).parent.parent)}),
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    loaded = set(done.stdout.split())
-    assert "rdmafork._core" in loaded and ("rdmafork.devices" in loaded) == comes
-    assert not loaded & {"ctypes", "json", "socket", "subprocess", "dataclasses", "inspect"}
 
 
 def test_every_name_of_the_package_is_there():

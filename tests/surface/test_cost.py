@@ -15,7 +15,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from conftest import both_modes, child, fork_once, fresh, needs_lazy
+from conftest import both_modes, child, environment, fork_once, fresh, needs_lazy
 from memory import PAGE, Cyclic, libc, private_map
 from strace import traced
 
@@ -436,27 +436,43 @@ before = set(sys.modules)
 os.access("/mark/begin", 0)
 import rdmafork
 os.access("/mark/end", 0)
+modules = set(sys.modules) - before
+files = [m.__file__ for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
+rdmafork.NodeType
+later = set(sys.modules) - before
 import json
-print(json.dumps([
-    sorted(set(sys.modules) - before - {"json"}), os.listdir("/proc/self/task"),
-    [m.__file__ for m in list(sys.modules.values()) if getattr(m, "__file__", None)],
-]))
+print(json.dumps([sorted(modules), sorted(later), os.listdir("/proc/self/task"), files]))
 """
 
 
 def imported(*prefix):
-    command = [*prefix, sys.executable, "-c", IMPORT]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    """(modules it imports, and with the list of devices; threads; files of all modules).
+
+    Without site, which imports much of what rdmafork could.
+    """
+    place = {"PYTHONPATH": str(Path(rdmafork.__file__).parent.parent)}
+    command = [*prefix, sys.executable, "-S", "-c", IMPORT]
+    done = subprocess.run(
+        command, env=environment(place), check=True, capture_output=True, text=True
+    )
     return json.loads(done.stdout)
 
 
+HEAVY = {
+    "asyncio", "ctypes", "dataclasses", "inspect", "json", "logging", "numpy", "socket",
+    "subprocess", "tempfile", "threading",
+}  # fmt: skip
+# What the enums of the list of devices take.
+ENUMS = {"typing", "enum", "re", "collections", "contextlib", "functools", "rdmafork.devices"}
+
+
 def test_importing_it_is_modest():
-    modules, tasks, _files = imported()
+    modules, with_devices, tasks, _files = imported()
     assert "rdmafork._core" in modules
+    assert not (HEAVY | ENUMS) & set(modules)
+    assert "rdmafork.devices" in with_devices
+    assert not HEAVY & set(with_devices)
     assert len(tasks) == 1, "a thread was started"
-    heavy = "dataclasses inspect threading socket subprocess asyncio ctypes logging numpy tempfile"
-    for name in heavy.split():
-        assert name not in modules
 
 
 def test_importing_it_opens_its_modules_and_nothing_else(tmp_path):
@@ -464,7 +480,7 @@ def test_importing_it_opens_its_modules_and_nothing_else(tmp_path):
     if not strace:
         pytest.skip("no strace")
     log = tmp_path / "log"
-    _modules, _tasks, files = imported(strace, "-f", "-qq", "-s", "300", "-o", str(log))
+    *_, files = imported(strace, "-f", "-qq", "-s", "300", "-o", str(log))
     text = log.read_text()
     text = text[text.index('access("/mark/begin') : text.index('access("/mark/end')]
     assert not re.search(r"^\d+ +(clone3?|v?fork|socket)\(", text, re.M)

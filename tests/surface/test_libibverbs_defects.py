@@ -51,10 +51,6 @@ class Rdmafork:
     def register(self, address, nbytes):
         return self.api.register_address(address, nbytes)
 
-    def release_twice(self, registration):
-        registration.close()
-        registration.close()
-
     def status(self):
         return int(self.api.is_fork_initialized())
 
@@ -77,10 +73,6 @@ class Libibverbs:
 
     def register(self, address, nbytes):
         return self.Registration(self.library, address, nbytes)
-
-    def release_twice(self, registration):
-        registration.close()
-        registration.close()
 
     def status(self):
         return self.library.ibv_is_fork_initialized()
@@ -160,8 +152,10 @@ def unbalanced_release(name, mode):
     engine = ENGINES[name](mode)
     _memory, address = private_map(4 * PAGE)
     neighbour = engine.register(address + 2 * PAGE, 2 * PAGE)
-    engine.release_twice(engine.register(address, 2 * PAGE))
-    engine.release_twice(engine.register(address, 4 * PAGE))
+    for count in (2, 4):
+        registration = engine.register(address, count * PAGE)
+        registration.close()
+        registration.close()
     assert marked(address, 4 * PAGE) == pages(address + 2 * PAGE, 2)
     again = engine.register(address, 2 * PAGE)
     assert marked(address, 4 * PAGE) == pages(address, 4)
@@ -403,15 +397,15 @@ def test_10_wishes_that_change_later(mode):
     api, (_memory, address) = engine.api, private_map(4 * PAGE)
     registration = engine.register(address + 1, 2 * PAGE)
     assert marked(address, 4 * PAGE) == [address + PAGE]
+    other = "eager" if mode == "lazy" else "lazy"
     for name, value in (
         ("RDMAV_HUGEPAGES_SAFE", "1"),
         ("RDMAFORK_TRUST_COPYING", "0"),
-        ("RDMAFORK_MODE", "eager" if mode == "lazy" else "lazy"),
+        ("RDMAFORK_MODE", other),
     ):
         os.environ[name] = value
         api.fork_init(mode)  # what it wishes it has
         api.fork_init()  # joins what runs
-        other = "eager" if mode == "lazy" else "lazy"
         with pytest.raises(OSError) as caught:
             api.fork_init(other)
         assert caught.value.errno == errno.EINVAL

@@ -1,6 +1,7 @@
 """The pins the demo, the tests and the benchmarks stand on are real: see rdmafork/_pins.pyx."""
 
 import errno
+import functools
 import mmap
 import os
 import re
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import both_modes, child, fork_once, fresh, needs_pins, run
+from conftest import child, fork_once, fresh, in_threads, needs_pins, run
 from memory import PAGE, map_at, private_map, shared_map, unmap
 from seccomp import refuse
 
@@ -190,23 +191,16 @@ def test_errors_of_a_transfer(device):
 def test_threads_share_one_set_of_pins(device):
     memory, address = filled(8 * PAGE)
     os.pwrite(device, b"".join(bytes([65 + i]) * PAGE for i in range(8)), 0)
-    wrong = []
 
     def transfer(index):
         at = index * PAGE
         for _ in range(200):
             memory[at : at + PAGE] = b"-" * PAGE
             pins.read_fixed(device, address + at, PAGE, at)
-            if memory[at : at + PAGE] != bytes([65 + index]) * PAGE:
-                wrong.append(index)
+            assert memory[at : at + PAGE] == bytes([65 + index]) * PAGE
 
     with Pins(memory) as pins:
-        threads = [threading.Thread(target=transfer, args=(i,)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not wrong
+        in_threads([functools.partial(transfer, index) for index in range(8)])
 
 
 class Interrupted(Exception):
@@ -289,24 +283,6 @@ def test_a_signal_that_another_thread_takes_ends_a_transfer():
 
 
 # ---- fork -------------------------------------------------------------------------------
-
-
-@needs_pins
-@both_modes
-@fresh
-def test_the_device_reaches_the_parent_after_fork(mode):
-    rdmafork.fork_init(mode)
-    memory, address = filled(16 * PAGE)
-    device = os.memfd_create("device")
-    with Pins(memory) as pins, rdmafork.register(memory), living_child():
-        for at in range(0, 16 * PAGE, PAGE):
-            memory[at] = 1  # here copy-on-write would take the page from the device
-            os.pwrite(device, b"from the device %02d" % (at // PAGE), 0)
-            pins.read_fixed(device, address + at, 18, 0)
-            assert memory[at : at + 18] == b"from the device %02d" % (at // PAGE)
-            memory[at : at + 9] = b"parent %02d" % (at // PAGE)
-            pins.write_fixed(device, address + at, 9, 100)
-            assert os.pread(device, 9, 100) == b"parent %02d" % (at // PAGE)
 
 
 @needs_pins

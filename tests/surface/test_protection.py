@@ -366,7 +366,7 @@ def test_a_device_reaches_the_parent_after_forks(mode, trust, tmp_path):
 
 
 def device(mode, path):
-    """Pinned pages, partial ones among them; the parent reads the device's writes after forks."""
+    """Pinned pages, partial ones among them; after forks each reads what the other has written."""
     rdmafork.fork_init(mode)
     memory, address = private_map(64 * PAGE)
     memory[:] = b"p" * len(memory)
@@ -387,9 +387,12 @@ def device(mode, path):
             # Each write would copy the page, had the child a share in it.
             for at in range(start, end, 512):
                 memory[at] = 0
-        with open(path, "rb") as file:
+        with open(path, "r+b", buffering=0) as file:
             assert device.read_fixed(file.fileno(), address + start, end - start) == end - start
-        assert memory[start:end] == data
+            assert memory[start:end] == data
+            memory[start:end] = data[::-1]
+            assert device.write_fixed(file.fileno(), address + start, end - start) == end - start
+            assert file.read() == data[::-1]
         assert memory[:start] == b"p" * start
         assert memory[end:] == b"p" * (len(memory) - end)
         os.close(writing)

@@ -102,15 +102,19 @@ class Tree:
         self.count += 1
         return entry
 
+    def take_place(self, patch):
+        """It is /sys for this process."""
+        patch.setenv("SYSFS_PATH", str(self.root))
+        patch.setattr(_problems, "NODES", str(self.nodes))
+        # The libibverbs of this process looks for nodes in /dev; here it has drivers for all.
+        patch.setattr(_problems, "driven", lambda: dict.fromkeys(os.listdir(self.ibs), 0))
+
 
 @pytest.fixture(name="tree")
 def a_tree(tmp_path, monkeypatch):
     tree = Tree(tmp_path)
-    monkeypatch.setenv("SYSFS_PATH", str(tree.root))
-    monkeypatch.setattr(_problems, "NODES", str(tree.nodes))
+    tree.take_place(monkeypatch)
     monkeypatch.delenv("IBV_SHOW_WARNINGS", raising=False)
-    # The libibverbs of this process looks for nodes in /dev; here it has drivers for all.
-    monkeypatch.setattr(_problems, "driven", lambda: dict.fromkeys(os.listdir(tree.ibs), 0))
     return tree
 
 

@@ -49,8 +49,14 @@ from rdmafork import (
 # ---- values -----------------------------------------------------------------------------
 
 
+def of_vendors(tree):
+    """{name: device} of devices of many makes."""
+    vendors(tree)
+    return {device.name: device for device in get_device_list()}
+
+
 def test_a_device_has_the_values_of_its_files(tree):
-    found = {device.name: device for device in get_device_list(all=vendors(tree) and True)}
+    found = of_vendors(tree)
     mlx5 = found["mlx5_0"]
     assert (mlx5.node_type, mlx5.transport) == (NodeType.CA, Transport.IB)
     assert (mlx5.node_guid, mlx5.node_guid_text) == (0x98039B030067AC2A, "9803:9b03:0067:ac2a")
@@ -81,13 +87,12 @@ def test_a_device_has_the_values_of_its_files(tree):
     ],
 )
 def test_a_device_has_a_node_type_and_a_transport(tree, name, node_type, transport):
-    (device,) = (d for d in get_device_list(all=vendors(tree) and True) if d.name == name)
+    device = of_vendors(tree)[name]
     assert (device.node_type, device.transport) == (node_type, transport)
 
 
 def test_devices_come_in_natural_order_where_the_index_is_unknown(tree):
-    names = [device.name for device in get_device_list(all=vendors(tree) and True)]
-    assert names == [
+    assert list(of_vendors(tree)) == [
         "bnxt_re0", "efa_0", "hfi1_0", "irdma0", "mlx4_0", "mlx5_0", "mlx5_2", "mlx5_10",
         "rxe0", "siw0", "usnic_0",
     ]  # fmt: skip
@@ -101,18 +106,18 @@ def test_names_with_digits_of_other_scripts_have_an_order_too(tree):
 
 
 def test_ports_have_the_values_of_their_files(tree):
-    found = {device.name: device.ports for device in get_device_list(all=vendors(tree) and True)}
-    (port,) = found["mlx5_0"]
+    found = of_vendors(tree)
+    (port,) = found["mlx5_0"].ports
     assert (port.number, port.state) == (1, PortState.ACTIVE)
     assert (port.physical_state, port.link_layer) == (PhysicalState.LINK_UP, LinkLayer.INFINIBAND)
     assert (port.rate, port.lid, port.sm_lid) == (200.0, 0x1F, 2)
     assert port.capability_mask == 0xA651E848
-    first, second = found["mlx4_0"]
+    first, second = found["mlx4_0"].ports
     assert (first.number, first.link_layer, first.rate) == (1, LinkLayer.INFINIBAND, 56)
     assert (second.number, second.link_layer, second.rate) == (2, LinkLayer.ETHERNET, 10)
     assert (second.state, second.physical_state) == (PortState.DOWN, PhysicalState.DISABLED)
-    assert found["rxe0"][0].rate == 2.5
-    assert found["efa_0"][0].link_layer == LinkLayer.UNSPECIFIED
+    assert found["rxe0"].ports[0].rate == 2.5
+    assert found["efa_0"].ports[0].link_layer == LinkLayer.UNSPECIFIED
 
 
 def test_of_a_port_above_255_libibverbs_is_not_asked(tree):
@@ -124,8 +129,8 @@ def test_of_a_port_above_255_libibverbs_is_not_asked(tree):
 
 
 def test_a_gid_table_has_its_used_slots_with_their_types(tree):
-    found = {device.name: device.ports for device in get_device_list(all=vendors(tree) and True)}
-    gids = found["mlx5_2"][0].gids
+    found = of_vendors(tree)
+    gids = found["mlx5_2"].ports[0].gids
     assert gids == (
         Gid(0, "fe80::9803:9bff:fe67:ac2a", GidType.ROCE_V1, "ens1f0np0"),
         Gid(1, "fe80::9803:9bff:fe67:ac2a", GidType.ROCE_V2, "ens1f0np0"),
@@ -134,11 +139,11 @@ def test_a_gid_table_has_its_used_slots_with_their_types(tree):
     )
     assert gids[0].raw == bytes.fromhex(LINK_LOCAL.replace(":", ""))
     # The same words mean another thing where it is no Ethernet, or no RoCE.
-    (gid,) = found["mlx5_0"][0].gids
+    (gid,) = found["mlx5_0"].ports[0].gids
     assert (gid.type, gid.netdev) == (GidType.IB, None)
-    assert [gid.type for gid in found["irdma0"][0].gids] == [GidType.IB]
-    assert [gid.type for gid in found["efa_0"][0].gids] == [GidType.IB]
-    assert found["mlx4_0"][0].gids == ()
+    assert [gid.type for gid in found["irdma0"].ports[0].gids] == [GidType.IB]
+    assert [gid.type for gid in found["efa_0"].ports[0].gids] == [GidType.IB]
+    assert found["mlx4_0"].ports[0].gids == ()
 
 
 def test_ports_and_gids_are_read_anew(tree):
@@ -189,8 +194,7 @@ def test_devices_are_equal_by_name_and_guid_and_have_no_order(tree):
 
 
 def test_a_device_is_read_only_and_can_be_sent_elsewhere(tree):
-    vendors(tree)
-    for device in get_device_list():
+    for device in of_vendors(tree).values():
         assert pickle.loads(pickle.dumps(device)) == device == copy.copy(device)
         assert repr(pickle.loads(pickle.dumps(device.ports))) == repr(device.ports)
         with pytest.raises(AttributeError):
@@ -201,24 +205,21 @@ def test_a_device_is_read_only_and_can_be_sent_elsewhere(tree):
 
 
 def test_repr_has_the_main_values(tree):
-    vendors(tree)
-    shown = {device.name: repr(device) for device in get_device_list()}
-    assert shown["mlx5_0"] == (
+    found = of_vendors(tree)
+    assert repr(found["mlx5_0"]) == (
         "<Device mlx5_0: CA, IB, 9803:9b03:0067:ac2a, mlx5_core at 0000:3b:00.0, "
         "firmware 20.35.2000, uverbs0>"
     )
-    assert shown["rxe0"] == "<Device rxe0: CA, IB, 8c0b:2fff:feba:430c, rxenet, uverbs8>"
-    (port,) = next(d for d in get_device_list() if d.name == "mlx5_0").ports
+    assert repr(found["rxe0"]) == "<Device rxe0: CA, IB, 8c0b:2fff:feba:430c, rxenet, uverbs8>"
+    (port,) = found["mlx5_0"].ports
     assert repr(port) == (
         "<Port mlx5_0/1: ACTIVE, LINK_UP, INFINIBAND, 200 Gb/s, LID 31, SM LID 2>"
     )
 
 
 def test_as_dict_is_ready_for_json_and_complete(tree, monkeypatch):
-    vendors(tree)
     monkeypatch.setattr(devices.Port, "_mtus", lambda self: (1024, 4096))
-    listed = {d.name: json.loads(json.dumps(d.as_dict())) for d in get_device_list()}
-    mlx5 = listed["mlx5_2"]
+    mlx5 = json.loads(json.dumps(of_vendors(tree)["mlx5_2"].as_dict()))
     assert mlx5["node_guid"] == mlx5["sys_image_guid"] == "9803:9b03:0067:ac2b"
     assert (mlx5["node_type"], mlx5["transport"], mlx5["pci_address"]) == (
         "CA", "IB", "0000:3b:00.1",
@@ -361,7 +362,7 @@ def test_a_device_that_is_gone_is_enodev(tree):
 
 
 def renaming(tree, stop, wild):
-    """Devices that change places under two names each; and one that comes and goes."""
+    """Devices that change places and names."""
     rng = random.Random(0)
     while not stop.is_set():
         wild.append(None)

@@ -17,7 +17,7 @@ import pytest
 from conftest import scaled
 from sysfs import Tree, port
 
-from rdmafork import _netlink, _problems, _sysfs, get_device_list
+from rdmafork import _netlink, _sysfs, get_device_list
 from rdmafork.cli import report
 from rdmafork.cli.elf import Elf, NotElf
 
@@ -109,9 +109,7 @@ def test_any_sysfs_is_listed_or_refused(tmp_path_factory, data):
     for path in data.draw(st.lists(st.sampled_from(files), max_size=6, unique=True)):
         befall(path, data.draw(fates, label=str(path.relative_to(tree.root))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SYSFS_PATH", str(tree.root))
-        patch.setattr(_problems, "NODES", str(tree.nodes))
-        patch.setattr(_problems, "driven", lambda: dict.fromkeys(os.listdir(tree.ibs), 0))
+        tree.take_place(patch)
         for device in get_device_list(all=True):
             look(device)
 

@@ -3,17 +3,15 @@
 import argparse
 import contextlib
 import importlib
-import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import FREE_THREADED, SCALE, TIMEOUT, fresh, needs_lazy, needs_pins
+from conftest import FREE_THREADED, SCALE, fresh, needs_lazy, needs_pins
 from memory import pool_lock
+from quick import complete, document
 
 import rdmafork
 from rdmafork import _pins
@@ -21,46 +19,7 @@ from rdmafork.benchmarks import _peers, _pool, _shapes, fork_latency, shapes, sm
 from rdmafork.benchmarks._progress import Progress
 from rdmafork.benchmarks._workers import Skipped
 
-DOCUMENT = {
-    "benchmark", "question", "command", "commit", "machine", "rounds", "rows", "skipped",
-}  # fmt: skip
 MPIRUN = Path(sys.executable).with_name("mpirun")
-
-
-@pool_lock()  # a benchmark takes free huge pages, which others may count on
-def document(name, folder, *arguments, prefix=(), **variables):
-    """The document of `--quick --json`, checked for the keys that every document has."""
-    file = folder / f"{name}.json"
-    command = [sys.executable, "-m", f"rdmafork.benchmarks.{name}", "--quick", "--json", file]
-    done = subprocess.run(
-        [*prefix, *map(str, command), *arguments],
-        env=os.environ | variables, capture_output=True, text=True, timeout=TIMEOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(file.read_text())
-    assert set(found) == DOCUMENT and found["benchmark"] == name
-    assert found["question"] in done.stdout
-    assert found["machine"]["kernel"]["release"] == os.uname().release
-    for skip in found["skipped"]:
-        assert skip["reason"] and skip["reason"] in done.stdout
-    return found
-
-
-def complete(found):
-    """Every row has its peer and its parameters, and every median is divided by the floor's."""
-    module = importlib.import_module(f"rdmafork.benchmarks.{found['benchmark']}")
-    assert {row["line"] for row in found["rows"]} | {
-        skip["line"] for skip in found["skipped"]
-    } >= set(module.PEERS)
-    for row in found["rows"]:
-        assert set(row) >= {"line", *module.PARAMETERS}
-        measured = [row[name] for name in module.MEASURES if name in row]
-        assert measured
-        for value in measured:
-            if isinstance(value, dict):
-                low, high = value["quartiles"]
-                assert low <= value["median"] <= high
-    return found["rows"]
 
 
 def of(rows, peer, **parameters):

@@ -1,14 +1,11 @@
 """A peer is added in one place: the lines that CONTRIBUTING.md shows are enough."""
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import TIMEOUT, environment, needs_pins
-from memory import pool_lock
+from conftest import needs_pins
+from quick import document
 
 from rdmafork.benchmarks import _harness
 
@@ -26,18 +23,10 @@ def measured(tmp_path_factory):
         f"from rdmafork.benchmarks import _peers\nexec({code!r}, vars(_peers))\n"
     )
 
-    @pool_lock()  # a benchmark takes free huge pages, which others may count on
     def rows(name, *arguments):
-        file = folder / f"{name}.json"
-        module = f"rdmafork.benchmarks.{name}"
-        done = subprocess.run(
-            [sys.executable, "-m", module, "--quick", "--json", str(file), *arguments],
-            env=environment({"PYTHONPATH": str(folder)}),
-            capture_output=True, text=True, timeout=TIMEOUT,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert re.search(f"^{PEER} ", done.stdout, re.M)
-        return json.loads(file.read_text())["rows"]
+        found = document(name, folder, *arguments, PYTHONPATH=str(folder))
+        assert re.search(f"^{PEER} ", _harness.show(found), re.M)
+        return found["rows"]
 
     return rows
 

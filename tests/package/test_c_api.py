@@ -28,6 +28,13 @@ def command(*arguments, **options):
     )  # fmt: skip
 
 
+def output(*arguments, **options):
+    """Of a command that ends well."""
+    done = command(*arguments, **options)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """examples/c_program, built as its Makefile says."""
@@ -36,8 +43,7 @@ def program(tmp_path_factory):
             pytest.skip(f"needs {tool}")
     folder = tmp_path_factory.mktemp("c_program")
     shutil.copytree(EXAMPLES / "c_program", folder, dirs_exist_ok=True)
-    done = command("make", "-C", folder, f"PYTHON={sys.executable}", "CFLAGS=-Wall -Wextra -Werror")
-    assert done.returncode == 0, done.stdout
+    output("make", "-C", folder, f"PYTHON={sys.executable}", "CFLAGS=-Wall -Wextra -Werror")
     return folder / "survives"
 
 
@@ -48,17 +54,14 @@ def test_a_c_program_is_built_and_run_as_it_says_itself(tmp_path):
     (said,) = re.findall(r"^ \*\t(make .*)$", (tmp_path / "survives.c").read_text(), re.M)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = environment({"PATH": path, "LD_LIBRARY_PATH": None})
-    done = command("sh", "-c", said, cwd=tmp_path, env=env)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.endswith("the kernel copied none of 16 MiB\n")
+    ran = output("sh", "-c", said, cwd=tmp_path, env=env)
+    assert ran.endswith("the kernel copied none of 16 MiB\n")
 
 
 def test_a_c_program_runs_as_it_was_linked(program, tmp_path):
     """From anywhere, without LD_LIBRARY_PATH."""
-    done = command(program, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (
-        0, "the child had nothing of the buffer; the kernel copied none of 16 MiB\n",
-    )  # fmt: skip
+    said = "the child had nothing of the buffer; the kernel copied none of 16 MiB\n"
+    assert output(program, cwd=tmp_path) == said
 
 
 @pytest.mark.usefixtures("program")  # it has the tools
@@ -67,13 +70,12 @@ def test_a_c_program_is_built_where_paths_have_spaces(tmp_path):
     shutil.copytree(EXAMPLES / "c_program", source)
     place.mkdir()
     (place / "rdmafork").symlink_to(Path(rdmafork.__file__).parent)
-    done = command(
+    built = output(
         "make", "-C", source, f"PYTHON={sys.executable}", f"CC={CC}",
         env=environment({"PYTHONPATH": str(place)}),
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert "site packages/rdmafork" in done.stdout
-    assert command(source / "survives").returncode == 0
+    assert "site packages/rdmafork" in built
+    output(source / "survives")
 
 
 def test_a_c_program_meets_another_abi(program, tmp_path):
@@ -81,11 +83,10 @@ def test_a_c_program_meets_another_abi(program, tmp_path):
     (tmp_path / "other.map").write_text("RDMAFORK_99 { global: rf_*; };")
     (tmp_path / "other.c").write_text("int rf_abi(void) { return 99; }")
     other = tmp_path / "librdmafork.so"
-    done = command(
+    output(
         *CC.split(), "-shared", "-fPIC", "-Wl,-soname,librdmafork.so",
         f"-Wl,--version-script={tmp_path}/other.map", tmp_path / "other.c", "-o", other,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
     done = command(program, env=environment({"LD_LIBRARY_PATH": str(tmp_path)}))
     assert done.returncode
     for words in (f"{other}: version `RDMAFORK_", "not found", f"required by {program}"):
@@ -115,9 +116,8 @@ def test_a_preprocessor_can_compare_versions(tmp_path):
         "int main(void) { return rf_version() != RDMAFORK_VERSION; }\n"
     )
     flags = shlex.split(config())
-    done = command(*CC.split(), "-Werror", tmp_path / "main.c", *flags, "-o", tmp_path / "main")
-    assert done.returncode == 0, done.stdout
-    assert command(tmp_path / "main").returncode == 0
+    output(*CC.split(), "-Werror", tmp_path / "main.c", *flags, "-o", tmp_path / "main")
+    output(tmp_path / "main")
 
 
 def test_a_c_plus_plus_program_can_include_the_header(tmp_path):
@@ -128,12 +128,11 @@ def test_a_c_plus_plus_program_can_include_the_header(tmp_path):
         "#include <rdmafork.h>\nint main() { return rf_abi() != RF_ABI; }\n"
     )
     flags = config("--cflags"), config("--libs")
-    done = command(
+    output(
         cxx, "-Wall", "-Wextra", "-Wpedantic", "-Werror", flags[0], tmp_path / "main.cc",
         *flags[1].split(), "-o", tmp_path / "main",
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert command(tmp_path / "main").returncode == 0
+    output(tmp_path / "main")
 
 
 def test_a_cython_extension_registers_with_the_same_engine(run, tmp_path):
@@ -145,12 +144,11 @@ def test_a_cython_extension_registers_with_the_same_engine(run, tmp_path):
     shutil.copytree(EXAMPLES / "cython_extension", tmp_path / "source")
     # An editable install is found by a hook, of which Cython knows nothing.
     place = {"PYTHONPATH": str(Path(rdmafork.__file__).parent.parent)}
-    done = command(
+    output(
         sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps",
         "--no-index", "--disable-pip-version-check", "--target", tmp_path / "target",
         tmp_path / "source", env=environment(place),
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
     run(_pool, str(tmp_path / "target"))
 
 
@@ -174,9 +172,7 @@ def _pool(target):
 
 
 def config(*arguments):
-    done = command(sys.executable, "-m", "rdmafork", "config", *arguments)
-    assert done.returncode == 0
-    return done.stdout.strip()
+    return output(sys.executable, "-m", "rdmafork", "config", *arguments).strip()
 
 
 def test_config_has_the_flags_of_this_installation(capsys):
@@ -200,9 +196,7 @@ def pkg_config(folder, *arguments):
     if not shutil.which("pkg-config"):
         pytest.skip("needs pkg-config")
     env = environment({"PKG_CONFIG_PATH": str(folder)})
-    done = command("pkg-config", *arguments, "rdmafork", env=env)
-    assert done.returncode == 0, done.stdout
-    return done.stdout.strip()
+    return output("pkg-config", *arguments, "rdmafork", env=env).strip()
 
 
 def resolved(flags):
@@ -227,11 +221,9 @@ def starts_with(flags, tmp_path, library):
         " puts(at.dli_fname) < 0 || rf_abi() != RF_ABI; }\n"
     )
     flags = [*shlex.split(flags), "-ldl", "-o", tmp_path / "main"]
-    done = command(*CC.split(), tmp_path / "main.c", *flags)
-    assert done.returncode == 0, done.stdout
-    done = command(tmp_path / "main", cwd="/", env=environment({"LD_LIBRARY_PATH": None}))
-    assert done.returncode == 0, done.stdout
-    assert Path(done.stdout.strip()).resolve() == library.resolve()
+    output(*CC.split(), tmp_path / "main.c", *flags)
+    loaded = output(tmp_path / "main", cwd="/", env=environment({"LD_LIBRARY_PATH": None}))
+    assert Path(loaded.strip()).resolve() == library.resolve()
 
 
 @pytest.mark.usefixtures("program")
@@ -250,8 +242,7 @@ def make_install(*variables):
     if not (root / "rdmafork/librdmafork.so").is_file():
         pytest.skip("needs a checkout that is built")
     # The library is tested as it is built, even if a source is newer.
-    done = command("make", "-C", root, "-o", ".venv/built", "install", *variables)
-    assert done.returncode == 0, done.stdout
+    output("make", "-C", root, "-o", ".venv/built", "install", *variables)
 
 
 @pytest.mark.usefixtures("program")

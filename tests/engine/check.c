@@ -370,6 +370,12 @@ static unsigned int parse_flags(const char *at)
 			flags |= CHECK_SHARED;
 		else if (!strncmp(at, " ht", 3))
 			flags |= CHECK_HUGETLB;
+		else if (!strncmp(at, " rd", 3))
+			flags |= CHECK_RD;
+		else if (!strncmp(at, " wr", 3))
+			flags |= CHECK_WR;
+		else if (!strncmp(at, " ex", 3))
+			flags |= CHECK_EX;
 	}
 	return flags;
 }
@@ -450,6 +456,16 @@ size_t check_vmas(void)
 {
 	check_read_smaps();
 	return vma_count;
+}
+
+int check_protection(const void *address)
+{
+	const unsigned int flags = check_flags(address);
+
+	if (!(flags & CHECK_MAPPED))
+		return -1;
+	return (flags & CHECK_RD ? PROT_READ : 0) | (flags & CHECK_WR ? PROT_WRITE : 0) |
+	       (flags & CHECK_EX ? PROT_EXEC : 0);
 }
 
 size_t check_marked(const void *start, size_t pages)

@@ -118,6 +118,9 @@ bool check_marks_stay(void);
 #define CHECK_HUGETLB	8u
 #define CHECK_WF	16u	/* VmFlags: MADV_WIPEONFORK */
 #define CHECK_HG	32u	/* VmFlags: MADV_HUGEPAGE */
+#define CHECK_RD	64u	/* VmFlags: its protection */
+#define CHECK_WR	128u
+#define CHECK_EX	256u
 
 /* Reads smaps, for the next two; up to the first mapping from @end on. */
 void check_read_smaps(void);
@@ -128,6 +131,8 @@ size_t check_vmas_read(void);
 /* The same, read anew. */
 unsigned int check_flags(const void *address);
 size_t check_vmas(void);
+/* What mprotect() gave it, or -1 where nothing is mapped. */
+int check_protection(const void *address);
 /* Pages of [@start, @start + @pages) that are marked. */
 size_t check_marked(const void *start, size_t pages);
 

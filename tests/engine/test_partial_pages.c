@@ -3,7 +3,6 @@
 #define _GNU_SOURCE
 #include "check.h"
 #include "engine.h"
-#include "vma.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -286,20 +285,6 @@ static void bytes_beside_a_registered_private_file_stay(void)
 	check_children();
 }
 
-/* How the page at @at of @memory is mapped: PROT_READ ...; -1: it is not. */
-static int protection_at(size_t at)
-{
-	const uintptr_t address = (uintptr_t)memory + at;
-	struct rf_vma_reader reader;
-	struct rf_vma vma;
-
-	rf_vma_init(&reader, rf_engine.tracker.kernel->procmap_query, 0);
-	CHECK(rf_vma_open(&reader) == 0);
-	CHECK(rf_vma_find(&reader, address, &vma) == 0);
-	rf_vma_close(&reader);
-	return vma.start <= address ? vma.protection : -1;
-}
-
 /* Memory that is not held may be gone, or inaccessible, when a fork saves its bytes. */
 static void pages_that_cannot_be_read_do_no_harm(void)
 {
@@ -331,14 +316,14 @@ static void check_opened_by_a_child(size_t first, size_t length)
 
 	CHECK(pid >= 0);
 	if (!pid) {
-		CHECK(protection_at(first) == PROT_NONE);
+		CHECK(check_protection(memory + first) == PROT_NONE);
 		CHECK(mprotect(memory + first, length, PROT_READ | PROT_WRITE) == 0);
 		for (at = first; at < first + length; at++)
 			CHECK((unsigned char)memory[at] == value_at(at), "byte %zu", at);
 		_exit(0);
 	}
 	CHECK(check_wait(pid) == 0);
-	CHECK(protection_at(first) == PROT_NONE);
+	CHECK(check_protection(memory + first) == PROT_NONE);
 }
 
 /* A read barrier has a page inaccessible for a moment, and opens it when it is touched. */
@@ -408,10 +393,11 @@ static void copied_pages_have_the_parent_s_protection(void)
 	pid = fork();
 	CHECK(pid >= 0);
 	for (i = 0; !pid && i < COUNT_OF(regions); i++) {
-		first = 3 * i * check_page;
-		CHECK(protection_at(first) == protections[i / 2], "page %zu", 3 * i);
-		CHECK(protection_at(first + 2 * check_page) == protections[i / 2]);
-		CHECK(i % 2 == 0 || protection_at(first + check_page) == protections[i / 2]);
+		const char *at = memory + 3 * i * check_page;
+
+		CHECK(check_protection(at) == protections[i / 2], "page %zu", 3 * i);
+		CHECK(check_protection(at + 2 * check_page) == protections[i / 2]);
+		CHECK(i % 2 == 0 || check_protection(at + check_page) == protections[i / 2]);
 	}
 	if (!pid)
 		_exit(0);

@@ -92,6 +92,13 @@ def address_of(buffer):
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
+def protections():
+    """(start, end, registrations, protected_by) of each range that rdmafork lists."""
+    import rdmafork
+
+    return [(r.start, r.end, r.registrations, r.protected_by) for r in rdmafork.protected_ranges()]
+
+
 def private_map(nbytes, **options):
     """(mmap object, address) of private anonymous memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | options.pop("flags", 0)

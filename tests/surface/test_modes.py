@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 from conftest import UNTRUSTED, both_modes, child, fork_once, fresh, needs_lazy, run
-from memory import PAGE, PLACE, map_at, marked, pages, private_map, read
+from memory import PAGE, PLACE, map_at, marked, pages, private_map, protections, read
 
 import rdmafork
 from rdmafork import register, register_address, stats
@@ -151,8 +151,7 @@ def test_unprotected_registrations_warn_once():
     assert "fork_init() first" in str(caught[0].message)
     assert not any(r.protected for r in registrations)
     assert "not protected" in repr(registrations[0])
-    ranges = rdmafork.protected_ranges()
-    assert [(r.start, r.end, r.registrations, r.protected_by) for r in ranges] == [
+    assert protections() == [
         (address, address + PAGE, 3, None),
         (address + PAGE, address + 4 * PAGE, 2, None),
     ]

@@ -15,6 +15,7 @@ from memory import (
     marked,
     pages,
     private_map,
+    protections,
     read,
     unmap,
     unmarks_huge_pages,
@@ -24,10 +25,6 @@ from memory import (
 import rdmafork
 from rdmafork import register, register_address, stats
 from rdmafork._pins import Pins
-
-
-def protections():
-    return [(r.start, r.end, r.registrations, r.protected_by) for r in rdmafork.protected_ranges()]
 
 
 @modes_and_trust

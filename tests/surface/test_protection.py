@@ -26,6 +26,7 @@ from memory import (
     marked,
     pages,
     private_map,
+    protections,
     read,
     shared_map,
     unmap,
@@ -40,10 +41,6 @@ trusted = pytest.mark.skipif(
     not rdmafork.kernel_info().copy_on_fork_trusted,
     reason="the kernel's copying at fork cannot be trusted: whole pages go, eagerly",
 )
-
-
-def protections():
-    return [(r.start, r.end, r.registrations, r.protected_by) for r in rdmafork.protected_ranges()]
 
 
 # ---- lazy: nothing before a fork ----------------------------------------------------------

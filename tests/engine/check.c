@@ -347,6 +347,13 @@ void check_unmap(void *start, size_t pages)
 	CHECK(!munmap(start, pages * check_page), "%s", strerror(errno));
 }
 
+void check_map_over(void *start, size_t pages, int sharing)
+{
+	CHECK(mmap(start, pages * check_page, PROT_READ | PROT_WRITE,
+		   sharing | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == start,
+	      "%s", strerror(errno));
+}
+
 struct vma {
 	uintptr_t start, end;
 	unsigned int flags;

@@ -103,6 +103,8 @@ extern size_t check_page;
 char *check_map(size_t pages);
 char *check_map_shared(size_t pages);
 void check_unmap(void *start, size_t pages);
+/* In the place of what is there; @sharing: MAP_PRIVATE or MAP_SHARED. */
+void check_map_over(void *start, size_t pages, int sharing);
 
 /* Huge pages of 2 MiB, or a skip with the reason; in a scenario with a pool of them. */
 #define CHECK_HUGE (2u << 20)

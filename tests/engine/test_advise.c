@@ -160,15 +160,13 @@ static void memory_mapped_anew_is_protected(void)
 	check_start(RF_MODE_EAGER);
 	first = check_register(memory + check_page, 4 * check_page, 0);
 	check_unmap(memory + check_page, 4);
-	CHECK(mmap(memory + check_page, 4 * check_page, PROT_READ | PROT_WRITE,
-		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+	check_map_over(memory + check_page, 4, MAP_PRIVATE);
 	CHECK(check_marked(memory, 6) == 0);
 	second = check_register(memory + check_page, 4 * check_page, 0);
 	CHECK(check_marked(memory, 6) == 4);
 	/* And for a registration that holds the memory, beside others that do not. */
 	check_unmap(memory + check_page, 4);
-	CHECK(mmap(memory + check_page, 4 * check_page, PROT_READ | PROT_WRITE,
-		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+	check_map_over(memory + check_page, 4, MAP_PRIVATE);
 	third = check_register(memory + 2 * check_page, 2 * check_page, RF_HELD);
 	CHECK(check_marked(memory, 6) == 2);
 	check_release(first);
@@ -180,12 +178,6 @@ static void memory_mapped_anew_is_protected(void)
 }
 
 /* What was shared when somebody who does not hold it registered may be private by now. */
-static void remap(char *memory, int sharing)
-{
-	CHECK(mmap(memory, 4 * check_page, PROT_READ | PROT_WRITE,
-		   sharing | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
-}
-
 static void a_stale_nature_is_not_believed(enum rf_mode mode, unsigned int flags)
 {
 	char *memory = check_map(4);
@@ -194,11 +186,11 @@ static void a_stale_nature_is_not_believed(enum rf_mode mode, unsigned int flags
 
 	check_start(mode);
 	for (sharing = 0; sharing < 2; sharing++) {
-		remap(memory, sharing ? MAP_SHARED : MAP_PRIVATE);
+		check_map_over(memory, 4, sharing ? MAP_SHARED : MAP_PRIVATE);
 		first = check_register(memory, 4 * check_page, 0);
 		check_fork();
 		CHECK(check_marked(memory, 4) == (sharing ? 0 : 4));
-		remap(memory, sharing ? MAP_PRIVATE : MAP_SHARED);
+		check_map_over(memory, 4, sharing ? MAP_PRIVATE : MAP_SHARED);
 		second = check_register(memory, 4 * check_page, flags);
 		CHECK(check_child_reads(memory) == !sharing, "%s",
 		      sharing ? "now private, but not marked" : "now shared, but marked");
@@ -236,7 +228,7 @@ static void a_failure_leaves_no_mark_on_shared_memory(void)
 	check_start(RF_MODE_EAGER);
 	stale = check_register(memory, 4 * check_page, 0);
 	check_fork();
-	remap(memory, MAP_SHARED);
+	check_map_over(memory, 4, MAP_SHARED);
 	check_unmap(memory + 6 * check_page, 1);
 	CHECK(try_register(memory, 8 * check_page, 0, &none) == -ENOMEM);
 	CHECK(check_child_reads(memory), "the child has lost shared memory");
@@ -306,8 +298,7 @@ static void shared_and_private_in_one_registration(void)
 	char *memory = check_map(9);
 	struct rf_handle handle, inner;
 
-	CHECK(mmap(memory + 3 * check_page, 3 * check_page, PROT_READ | PROT_WRITE,
-		   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+	check_map_over(memory + 3 * check_page, 3, MAP_SHARED);
 	check_start(RF_MODE_EAGER);
 	handle = check_register(memory, 9 * check_page, RF_HELD);
 	check_fork();
@@ -363,8 +354,7 @@ static void a_mark_that_is_wanted_again_is_not_taken_away(void)
 
 	check_start(RF_MODE_EAGER);
 	for (nth = 1; nth < 20; nth++) {
-		CHECK(mmap(at, check_page, PROT_READ | PROT_WRITE,
-			   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at);
+		check_map_over(at, 1, MAP_SHARED);
 		unheld = check_register(at, check_page, 0);
 		inject_from(nth, ENOMEM);
 		CHECK(rf_enter(0) == 0);
@@ -373,8 +363,7 @@ static void a_mark_that_is_wanted_again_is_not_taken_away(void)
 		inject(0, 0);
 		range = rf_ranges_find(&rf_engine.tracker.ranges, (uintptr_t)at);
 		retried += range && range->flags & RF_RANGE_RETRY;
-		CHECK(mmap(at, check_page, PROT_READ | PROT_WRITE,
-			   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at);
+		check_map_over(at, 1, MAP_PRIVATE);
 		held = check_register(at, check_page, RF_HELD);
 		CHECK(check_marked(at, 1) == 1);
 		other = check_register(memory + 5 * check_page, check_page, RF_HELD);

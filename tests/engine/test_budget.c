@@ -126,8 +126,7 @@ static void at_the_budget_too_memory_mapped_anew_is_protected(void)
 	for (i = 5; i < 12; i++)
 		pieces[used++] = check_register(memory + 2 * i * check_page, check_page, RF_HELD);
 	CHECK(rf_engine.tracker.ranges.mark_edges == 8);
-	CHECK(mmap(at, 2 * check_page, PROT_READ | PROT_WRITE,
-		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at);
+	check_map_over(at, 2, MAP_PRIVATE);
 	CHECK(check_marked(at, 2) == 0);
 	wider = check_register(at, 4 * check_page, 0);
 	CHECK(check_marked(at, 4) == 4);

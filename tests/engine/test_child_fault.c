@@ -219,8 +219,7 @@ static void unmap_and_touch(void)
 
 static void map_write_unmap_and_touch(void)
 {
-	CHECK(mmap(memory + 3 * check_page, check_page, PROT_READ | PROT_WRITE,
-		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+	check_map_over(memory + 3 * check_page, 1, MAP_PRIVATE);
 	touch();
 	CHECK(munmap(memory + 3 * check_page, check_page) == 0);
 	touch();

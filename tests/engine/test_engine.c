@@ -201,7 +201,7 @@ static void untouched_areas_merge_again(void)
 /* The same address again: facts about the area there before are worth nothing. */
 static void untouched_areas_merge_again_the_second_time(void)
 {
-	char *memory = check_map(64), *again;
+	char *memory = check_map(64);
 	size_t round, before, i;
 	struct rf_handle handle;
 
@@ -215,9 +215,7 @@ static void untouched_areas_merge_again_the_second_time(void)
 			memory[i * check_page] = 1;
 		check_release(handle);
 		CHECK(check_vmas() <= before, "round %zu", round);
-		again = mmap(memory, 64 * check_page, PROT_READ | PROT_WRITE,
-			     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-		CHECK(again == memory);
+		check_map_over(memory, 64, MAP_PRIVATE);
 	}
 	check_empty();
 }
@@ -359,8 +357,7 @@ static void the_parents_memory_is_the_childs_to_register(void)
 	child = fork();
 	if (!child) {
 		/* Pages the child does not have, mapped anew, and partial pages, which it has. */
-		CHECK(mmap(memory + check_page, 3 * check_page, PROT_READ | PROT_WRITE,
-			   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory + check_page);
+		check_map_over(memory + check_page, 3, MAP_PRIVATE);
 		handle = check_register(memory, 5 * check_page, RF_HELD);
 		CHECK(!check_child_reads(memory) && !check_child_reads(memory + 2 * check_page));
 		check_release(handle);

@@ -126,14 +126,12 @@ static void after_hole(void)
 static void before_doubt(void)
 {
 	keep(check_register(memory + 2 * check_page, 5 * check_page, 0));
-	CHECK(mmap(memory + 4 * check_page, 2 * check_page, PROT_READ | PROT_WRITE,
-		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+	check_map_over(memory + 4 * check_page, 2, MAP_PRIVATE);
 }
 
 static void before_shared(void)
 {
-	CHECK(mmap(memory + 4 * check_page, 2 * check_page, PROT_READ | PROT_WRITE,
-		   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+	check_map_over(memory + 4 * check_page, 2, MAP_SHARED);
 }
 
 static void after_shared(void)

@@ -383,8 +383,7 @@ static void map_alternately(void)
 
 	early_memory = check_map(ALTERNATE);
 	for (i = 0; i < ALTERNATE; i += 2)
-		CHECK(mmap(early_memory + i * check_page, check_page, PROT_READ | PROT_WRITE,
-			   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+		check_map_over(early_memory + i * check_page, 1, MAP_SHARED);
 }
 
 /* Each system call fails from the @nth on. 1 or -ENOMEM; *@calls: how many there were. */

@@ -156,7 +156,7 @@ static void huge_pages_that_come_after_memory_stay(void)
 
 static void a_failure_among_huge_pages_leaves_no_mark(void)
 {
-	char *huge = check_map_huge(3, MAP_PRIVATE) + CHECK_HUGE, *at;
+	char *huge = check_map_huge(3, MAP_PRIVATE) + CHECK_HUGE, *at = huge - 2 * check_page;
 	static const size_t ends[] = { 4096 + 64, 5 * 4096, CHECK_HUGE + 4096 };
 	struct rf_handle handle;
 	struct rf_error error;
@@ -165,9 +165,7 @@ static void a_failure_among_huge_pages_leaves_no_mark(void)
 	/* Base pages below, and holes on both sides. */
 	check_unmap(huge - CHECK_HUGE, CHECK_HUGE / check_page);
 	check_unmap(huge + CHECK_HUGE, CHECK_HUGE / check_page);
-	at = mmap(huge - 2 * check_page, check_page, PROT_READ | PROT_WRITE,
-		  MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-	CHECK(at == huge - 2 * check_page);
+	check_map_over(at, 1, MAP_PRIVATE);
 	check_start(RF_MODE_EAGER);
 	for (i = 0; i < COUNT_OF(ends); i++) {
 		CHECK(rf_register(at, check_page + ends[i], 0, RF_OMIT, &handle, &error) ==
@@ -210,7 +208,7 @@ static void a_huge_page_over_a_marked_base_page_is_marked_whole(void)
 /* Base pages, huge pages, base pages; every pair of partly overlapping ranges, every order. */
 static void mixed_pages(bool query, bool whole)
 {
-	char *huge = check_map_huge(4, MAP_PRIVATE), *below, *above;
+	char *huge = check_map_huge(4, MAP_PRIVATE);
 	static const size_t cuts[] = { 0, 100, CHECK_HUGE / 2, CHECK_HUGE, CHECK_HUGE + 4096,
 				       2 * CHECK_HUGE - 64, 2 * CHECK_HUGE, 3 * CHECK_HUGE };
 	struct rf_handle handles[3];
@@ -218,12 +216,8 @@ static void mixed_pages(bool query, bool whole)
 	size_t i;
 
 	/* The first and the last huge page give way to base pages. */
-	CHECK(!munmap(huge, CHECK_HUGE) && !munmap(huge + 3 * CHECK_HUGE, CHECK_HUGE));
-	below = mmap(huge, CHECK_HUGE, PROT_READ | PROT_WRITE,
-		     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-	above = mmap(huge + 3 * CHECK_HUGE, CHECK_HUGE, PROT_READ | PROT_WRITE,
-		     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-	CHECK(below == huge && above == huge + 3 * CHECK_HUGE);
+	check_map_over(huge, CHECK_HUGE / check_page, MAP_PRIVATE);
+	check_map_over(huge + 3 * CHECK_HUGE, CHECK_HUGE / check_page, MAP_PRIVATE);
 	if (whole)
 		check_distrust_copying();
 	check_start(RF_MODE_EAGER);

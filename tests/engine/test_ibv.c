@@ -203,8 +203,7 @@ static void memory_mapped_anew_is_marked_anew(void)
 	char *memory = check_map(PAGES);
 
 	take(memory, 0, 8);
-	CHECK(mmap(memory, 8 * check_page, PROT_READ | PROT_WRITE,
-		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
+	check_map_over(memory, 8, MAP_PRIVATE);
 	CHECK(check_marked(memory, PAGES) == 0);
 	take(memory, 0, 8);
 	CHECK(check_marked(memory, PAGES) == 8);
@@ -265,8 +264,7 @@ static void a_child_starts_without_ibv_ranges(void)
 	if (!pid) {
 		CHECK(!stats().ibv_ranges);
 		give(memory, 0, 4);
-		CHECK(mmap(memory, 4 * check_page, PROT_READ | PROT_WRITE,
-			   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
+		check_map_over(memory, 4, MAP_PRIVATE);
 		take(memory, 0, 4);
 		CHECK(check_marked(memory, 4) == 4 && stats().ibv_ranges == 1);
 		CHECK(!check_child_reads(memory));

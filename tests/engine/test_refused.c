@@ -278,10 +278,8 @@ static void shared_memory_stays_if_open_fails_with(int error)
 {
 	char *apart = check_map_shared(4), *private = check_map(4), *memory = check_map(12);
 
-	CHECK(mmap(memory, 4 * check_page, PROT_READ | PROT_WRITE,
-		   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
-	CHECK(mmap(memory + 8 * check_page, 4 * check_page, PROT_READ | PROT_WRITE,
-		   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+	check_map_over(memory, 4, MAP_SHARED);
+	check_map_over(memory + 8 * check_page, 4, MAP_SHARED);
 	memset(apart, 's', 4 * check_page);
 	memset(memory, 's', 12 * check_page);
 	check_start_untrusted();
@@ -330,9 +328,7 @@ static void private_pages_between_shared_ones_stay_marked_without_proc(void)
 
 	for (page = 0; page < BLOCK * BLOCKS; page++)
 		if (page % BLOCK == 0 || page % BLOCK == BLOCK - 1)
-			CHECK(mmap(memory + page * check_page, check_page, PROT_READ | PROT_WRITE,
-				   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1,
-				   0) == memory + page * check_page);
+			check_map_over(memory + page * check_page, 1, MAP_SHARED);
 	check_start_untrusted();
 	handle = check_register(memory, BLOCK * BLOCKS * check_page, RF_HELD);
 	check_refuse(SYS_openat, EACCES);
@@ -354,8 +350,7 @@ static void pages_beyond_those_asked_about_stay_marked_without_proc(void)
 	char *memory = check_map(asked + 1), *shared = memory + (asked - 1) * check_page;
 	pid_t pid;
 
-	CHECK(mmap(shared, 2 * check_page, PROT_READ | PROT_WRITE,
-		   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == shared);
+	check_map_over(shared, 2, MAP_SHARED);
 	check_start_untrusted();
 	check_register(memory, (asked + 1) * check_page, RF_HELD);
 	check_refuse(SYS_openat, EACCES);

@@ -79,8 +79,7 @@ static void a_mapping_already_there_stays(void)
 	handle = check_register(memory, 8 * check_page, 0);
 	check_fork();
 	/* Unheld, and another's by now: its mark went with it, and the list is old news. */
-	CHECK(mmap(memory + 2 * check_page, check_page, PROT_READ | PROT_WRITE,
-		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
+	check_map_over(memory + 2 * check_page, 1, MAP_PRIVATE);
 	memory[2 * check_page] = 5;
 	pid = fork();
 	if (!pid)

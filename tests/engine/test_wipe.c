@@ -451,9 +451,7 @@ static void an_occupied_copy_is_told(void)
 
 static void map_anew(char *memory, size_t pages)
 {
-	check_unmap(memory, pages);
-	CHECK(mmap(memory, pages * check_page, PROT_READ | PROT_WRITE,
-		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
+	check_map_over(memory, pages, MAP_PRIVATE);
 	memset(memory, 9, pages * check_page);
 }
 

@@ -700,6 +700,11 @@ void check_fork(void)
 	CHECK(check_wait(child) == 0);
 }
 
+pid_t check_clone(void)
+{
+	return (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL);
+}
+
 bool check_child_reads(const void *address)
 {
 	pid_t child = fork();

@@ -172,6 +172,8 @@ void check_empty(void);
 
 /* fork() a child that does nothing. */
 void check_fork(void);
+/* A child that no fork handler sees. */
+pid_t check_clone(void);
 /* Wait for @child: its exit status, or minus the signal that ended it. */
 int check_wait(pid_t child);
 /* Does a child made by fork() find @address? */

@@ -714,7 +714,7 @@ static void touch_in_vfork(void)
 
 static void touch_in_clone(void)
 {
-	pid_t pid = (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+	pid_t pid = check_clone();
 
 	if (!pid) {
 		touch();
@@ -735,7 +735,7 @@ static void vfork_and_clone_children_die_for_themselves(void)
 
 static void explain_after_clone(void)
 {
-	pid_t pid = (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+	pid_t pid = check_clone();
 
 	if (!pid) {
 		CHECK(rf_explain_faults() == 1);

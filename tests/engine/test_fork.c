@@ -14,7 +14,6 @@
 #include <signal.h>
 #include <spawn.h>
 #include <sys/resource.h>
-#include <sys/syscall.h>
 
 extern char **environ;
 
@@ -508,11 +507,6 @@ static void errno_is_unchanged_by_every_call(void)
 
 /* ---- Children that no handler sees ---- */
 
-static pid_t raw_clone(void)
-{
-	return (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
-}
-
 static void children_unseen(pid_t (*make)(void))
 {
 	unsigned long i, many = check_scale(400);
@@ -557,7 +551,7 @@ static void children_of_clone_are_noticed(void)
 {
 	if (CHECK_TSAN)
 		check_skip("ThreadSanitizer does not bear a raw clone()");
-	children_unseen(raw_clone);
+	children_unseen(check_clone);
 }
 
 static void children_of__Fork_are_noticed(void)

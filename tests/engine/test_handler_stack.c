@@ -37,7 +37,7 @@ static void fork_in_handler(int number)
 
 	(void)number;
 	CHECK(pipe(ends) == 0);
-	pid = plainly ? (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL) : fork();
+	pid = plainly ? check_clone() : fork();
 	CHECK(pid >= 0);
 	if (!pid) {
 		in_child = taken();

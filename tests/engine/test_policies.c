@@ -8,7 +8,6 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
-#include <sys/syscall.h>
 
 static struct rf_error error;
 
@@ -314,7 +313,7 @@ static void children_unmark_any_number_of_wiped_pages(void)
 						       RF_WIPE);
 		check_fork();
 		CHECK(check_flags(memory) & CHECK_WF);
-		pid = round ? (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL) : fork();
+		pid = round ? check_clone() : fork();
 		if (!pid) {
 			(void)rf_generation();
 			check_read_smaps();
@@ -355,7 +354,7 @@ static void a_mark_that_waits_is_unmarked_in_a_child(void)
 	CHECK(rf_stats(&stats) == 0 && stats.still_marked_bytes == 8 * check_page);
 	check_give_back_vmas();
 	/* No handler tries again. */
-	pid = (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL);
+	pid = check_clone();
 	if (!pid) {
 		(void)rf_generation();
 		for (i = 0; i < 3; i++)
@@ -416,23 +415,12 @@ static void a_child_at_the_kernels_limit_unmarks_wiped_pages_together(void)
 	check_empty();
 }
 
-/* Bytes that the child writes where it found zeros are there for its own children. */
-static void check_zeros_are_its_own(pid_t pid, char *memory)
-{
-	if (!pid) {
-		(void)rf_generation();
-		memory[0] = 9;
-		CHECK(check_child_finds(memory) == 9);
-		_exit(0);
-	}
-	CHECK(check_wait(pid) == 0);
-}
-
 /* Another thread may be in the middle of its own fork's marking. */
 static void zeros_are_a_child_s_own_before_the_next_list_is_made(void)
 {
 	char *memory = check_map(4);
 	struct rf_handle handle;
+	pid_t pid;
 
 	start(RF_MODE_LAZY);
 	handle = check_register_as(memory, 4 * check_page, RF_WIPE);
@@ -440,7 +428,15 @@ static void zeros_are_a_child_s_own_before_the_next_list_is_made(void)
 	rf_prefork(&rf_engine.tracker, &rf_engine.registry, &rf_engine.list);
 	rf_leave();
 	CHECK(check_flags(memory) & CHECK_WF);
-	check_zeros_are_its_own((pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL), memory);
+	pid = check_clone();
+	if (!pid) {
+		(void)rf_generation();
+		/* Its own children are to find this, and not zeros. */
+		memory[0] = 9;
+		CHECK(check_child_finds(memory) == 9);
+		_exit(0);
+	}
+	CHECK(check_wait(pid) == 0);
 	check_release(handle);
 	check_empty();
 }

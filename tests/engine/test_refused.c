@@ -32,7 +32,7 @@ static void with_each_errno(void (*test)(int error))
 	pid_t pid;
 
 	for (i = 0; i < COUNT_OF(refusals); i++) {
-		pid = (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL);
+		pid = check_clone();
 		CHECK(pid >= 0);
 		if (!pid) {
 			test(refusals[i]);

@@ -7,7 +7,6 @@
 #include <alloca.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/syscall.h>
 
 /* True where a page is mapped that can be neither read nor written. */
 static bool is_reserved(const char *address)
@@ -217,7 +216,7 @@ static void a_child_reserves_for_its_own_children(void)
 	}
 	CHECK(check_wait(pid) == 0);
 	/* As does one that no handler saw. */
-	pid = (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL);
+	pid = check_clone();
 	if (!pid) {
 		(void)rf_generation();
 		inner = fork();

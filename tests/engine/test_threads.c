@@ -4,7 +4,6 @@
 #include "engine.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #define THREADS 4
 #define HANDLES 12

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 from conftest import compile_c, environment, fresh
-from memory import pool_lock
+from memory import Tensor, pool_lock
 from self_calling_libibverbs import Elf
 
 import rdmafork
@@ -51,7 +51,7 @@ LANDING = {"x86_64": [b"\xf3\x0f\x1e\xfa"], "aarch64": [b"\x5f\x24\x03\xd5", b"\
 
 
 def hardening(path):
-    """The headers of the file, and the functions it exports."""
+    """How the file is hardened, in words."""
     elf = Elf(bytearray(Path(path).read_bytes()))
     segments = {header[0]: header for header in elf.headers}
     with reader.Elf(str(path)) as file:
@@ -507,26 +507,12 @@ def test_a_report_is_not_written_through_a_link(tmp_path, kind):
 # ---- objects, and how they cannot be made ---------------------------------------------------
 
 
-def _tensor():
-    """A registration of a tensor, which holds an object of a private class."""
-    numpy = pytest.importorskip("numpy")
-
-    class Tensor:
-        data = numpy.zeros(100)
-
-        def __dlpack__(self, **_):
-            return self.data.__dlpack__()
-
-        def __dlpack_device__(self):
-            return self.data.__dlpack_device__()
-
-    return rdmafork.register(Tensor())
-
-
 @fresh
 def test_objects_of_this_process_are_not_copied():
+    numpy = pytest.importorskip("numpy")
     rdmafork.fork_init()
-    registration = _tensor()
+    registration = rdmafork.register(Tensor(numpy.zeros(100)))
+    # An object of a private class, which holds the tensor's memory.
     hidden = [
         held for held in gc.get_referents(registration) if "rdmafork" in type(held).__module__
     ]

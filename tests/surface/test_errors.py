@@ -19,6 +19,7 @@ from memory import (
     PAGE,
     PLACE,
     FullTable,
+    Tensor,
     is_mapped,
     libc,
     map_at,
@@ -90,19 +91,6 @@ def test_no_argument_or_too_many():
         rdmafork.register_address(1)
 
 
-class Tensor:
-    """A tensor of another library: no buffer protocol, memory of an array."""
-
-    def __init__(self, array, device=(1, 0)):
-        self.array, self.device = array, device
-
-    def __dlpack_device__(self):
-        return self.device
-
-    def __dlpack__(self, **_):
-        return self.array.__dlpack__()
-
-
 @pytest.mark.parametrize(
     "device, name", [((2, 0), "cuda:0"), ((10, 3), "rocm:3"), ((99, 1), "device type 99:1")]
 )
@@ -112,8 +100,12 @@ def test_a_tensor_that_is_not_in_the_process_s_memory(device, name):
 
 
 def test_a_tensor_that_is_not_contiguous():
-    with fails(BufferError, "not contiguous", "[4, 5]", "[10, 2]", "view of"):
-        rdmafork.register(Tensor(np.zeros((4, 10))[:, ::2]))
+    array = np.zeros((8, 8))
+    repeated = np.lib.stride_tricks.as_strided(array, (4, 8), (0, 8))
+    for view in (array[:, ::2], array[::2], array[:, :3], array[::-1], repeated):
+        shape, strides = list(view.shape), [nbytes // 8 for nbytes in view.strides]
+        with fails(BufferError, "not contiguous", str(shape), str(strides), "view of"):
+            rdmafork.register(Tensor(view))
 
 
 @fresh

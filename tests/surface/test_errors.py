@@ -208,20 +208,6 @@ def test_a_closed_mmap():
         rdmafork.register(memory)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: np.zeros((0, 5)), lambda: np.zeros(5)[2:2]], ids=["shape", "slice"]
-)
-def test_an_empty_buffer_can_be_registered(make):
-    array = make()
-    before = rdmafork.stats()
-    for empty in (b"", bytearray(), memoryview(b""), array):
-        with rdmafork.register(empty) as registration:
-            assert registration.nbytes == 0
-    with rdmafork.register_address(0, 0) as registration:
-        assert registration.nbytes == 0
-    assert rdmafork.stats()._replace(engine_bytes=0) == before._replace(engine_bytes=0)
-
-
 # ---- not an address -------------------------------------------------------------------------
 
 

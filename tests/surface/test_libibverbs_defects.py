@@ -513,12 +513,6 @@ def test_14_errno_by_luck(mode):
     )
     with pytest.raises(OverflowError):
         engine.register(PLACE, 2**64 - 1)
-    with pytest.raises(ValueError):
-        engine.register(-1, 1)
-    with pytest.raises(ValueError):
-        engine.register(PLACE, -1)
-    with pytest.raises(ValueError):
-        engine.api.register_address(PLACE, PAGE, on_fork="never")
 
     # In C: a negated errno with a cause, and errno itself is left alone.
     handle = c_api.Handle()

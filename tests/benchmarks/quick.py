@@ -52,3 +52,9 @@ def complete(found):
                 low, high = value["quartiles"]
                 assert low <= value["median"] <= high
     return found["rows"]
+
+
+def of(rows, peer, **parameters):
+    """The rows of a peer in these situations."""
+    wanted = {"line": peer, **parameters}.items()
+    return [row for row in rows if wanted <= row.items()]

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from quick import complete, document
+from quick import complete, document, of
 
 import rdmafork
 from rdmafork.benchmarks import _claims, _harness, _workers
@@ -77,15 +77,12 @@ def test_a_result_can_be_drawn_again(documents, name, tmp_path):
 # ---- their results ----------------------------------------------------------------------
 
 
-def rows(document, **wanted):
-    return [row for row in document["rows"] if all(row[k] == v for k, v in wanted.items())]
-
-
 def test_system_calls_are_counted(documents):
-    document = documents("registration")
-    if any(skip.get("counting") == "system_calls" for skip in document["skipped"]):
-        pytest.skip(str(document["skipped"]))
-    page = {row["line"]: row for row in rows(document, situation="new", nbytes=4096)}
+    found = documents("registration")
+    if any(skip.get("counting") == "system_calls" for skip in found["skipped"]):
+        pytest.skip(str(found["skipped"]))
+    of_a_page = (row for row in found["rows"] if (row["situation"], row["nbytes"]) == ("new", 4096))
+    page = {row["line"]: row for row in of_a_page}
     counted = {peer: round(row["system_calls"]) for peer, row in page.items()}
     assert counted["null system call"] == 1 and counted["madvise"] == 2
     assert counted["rdmafork lazy"] == counted["memoryview, Python"] == 0
@@ -93,12 +90,12 @@ def test_system_calls_are_counted(documents):
 
 
 def test_peers_that_mark_pages_at_once_end_at_the_limit_of_mappings(documents):
-    document = documents("scale")
+    found = documents("scale")
     limit = rdmafork.kernel_info().max_map_count
-    for row in rows(document, line="libibverbs", layout="isolated", live=40_000):
+    for row in of(found["rows"], "libibverbs", layout="isolated", live=40_000):
         assert row["reached"] < limit and "fork_ns" not in row
-        assert any(skip.get("live") == 40_000 for skip in document["skipped"])
-    for row in rows(document, line="rdmafork lazy"):
+        assert any(skip.get("live") == 40_000 for skip in found["skipped"])
+    for row in of(found["rows"], "rdmafork lazy"):
         assert row["reached"] == row["live"]
 
 

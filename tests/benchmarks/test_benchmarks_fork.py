@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import FREE_THREADED, SCALE, fresh, needs_lazy, needs_pins
 from memory import pool_lock
-from quick import complete, document
+from quick import complete, document, of
 
 import rdmafork
 from rdmafork import _pins
@@ -20,12 +20,6 @@ from rdmafork.benchmarks._progress import Progress
 from rdmafork.benchmarks._workers import Skipped
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
-
-
-def of(rows, peer, **parameters):
-    """The rows of a peer in these situations."""
-    wanted = {"line": peer, **parameters}.items()
-    return [row for row in rows if wanted <= row.items()]
 
 
 # ---- fork_latency -------------------------------------------------------------------------

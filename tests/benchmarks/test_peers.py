@@ -31,7 +31,7 @@ def measured(tmp_path_factory):
     return rows
 
 
-def of(rows, name, peer):
+def by_situation(rows, name, peer):
     """{situation: the row of this peer}."""
     parameters = _harness.load(name).PARAMETERS
     return {tuple(row[key] for key in parameters): row for row in rows if row["line"] == peer}
@@ -39,7 +39,7 @@ def of(rows, name, peer):
 
 def test_a_new_peer_is_timed_in_each_situation(measured):
     rows = measured("registration")
-    new, floor = (of(rows, "registration", peer) for peer in (PEER, "madvise"))
+    new, floor = (by_situation(rows, "registration", peer) for peer in (PEER, "madvise"))
     assert new and new.keys() == floor.keys()
     for situation, row in new.items():
         assert row["pair_ns"]["to_baseline"] > 0
@@ -50,7 +50,7 @@ def test_a_new_peer_is_timed_in_each_situation(measured):
 @needs_pins
 def test_a_process_forks_with_what_a_new_peer_has_registered(measured):
     rows = measured("fork_latency", "--pages", "base")
-    new, copied = (of(rows, "fork_latency", peer) for peer in (PEER, "not registered"))
+    new, copied = (by_situation(rows, "fork_latency", peer) for peer in (PEER, "not registered"))
     assert new and new.keys() == copied.keys()
     for situation, row in new.items():
         _, nbytes, ranges = situation

@@ -23,6 +23,10 @@ import rdmafork
 from rdmafork import cli
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from c_api import Error  # noqa: E402
+
 PACKAGE = ROOT / "rdmafork"
 
 # ---- as it is met --------------------------------------------------------------------------
@@ -63,16 +67,6 @@ def of_commands() -> Iterator[tuple[str, str]]:
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
             )  # fmt: skip
             yield f"rdmafork {' '.join(arguments)}", done.stdout
-
-
-class Error(ctypes.Structure):
-    """struct rf_error."""
-
-    _fields_ = (
-        ("cause", ctypes.c_int),
-        *((name, ctypes.c_size_t) for name in ("start", "end", "address", "nbytes")),
-        ("text", ctypes.c_char * 256),
-    )
 
 
 def of_errors() -> Iterator[str]:

@@ -241,7 +241,7 @@ def worst(processes):
 
 def checked(program, found, lines):
     """The report is true of what the program did; its lines on those that registered memory."""
-    assert lines
+    assert lines, found
     trusted = rdmafork.kernel_info().copy_on_fork_trusted
     for line in lines:
         # Where whole pages are marked, blocks of malloc() are a danger that it tells of.
@@ -299,18 +299,32 @@ def remarks(alone, inside):
     return said
 
 
-def works(found):
-    return all(one["before"] == "arrived" for one in found)
+def gave_up(found, writes):
+    """Has the library itself failed at one? On 6.1 gloo does, 12 times of 40 without rdmafork."""
+    return any(one[what] not in ("arrived", "lost") for one in found for what in writes)
 
 
 def alone_at_last(program, device, env, tmp_path):
-    """Without rdmafork; twice, as on a busy machine a library may give up connecting, or wait."""
-    for _ in range(2):
+    """Without rdmafork; again, as on a busy machine a library may give up, or wait."""
+    for _ in range(4):
         with contextlib.suppress(subprocess.TimeoutExpired):
             found = program.run(program, device, [], env, tmp_path)
-            if program.run is not run_library or works(found):
+            if program.run is not run_library or not gave_up(found, ("before", "during", "after")):
                 return found
     pytest.skip(f"{program.name} does not connect here, without rdmafork either")
+
+
+def under_exec(program, device, command, env, tmp_path):
+    """What it found, and its report; again where the library gave up, but not for lost bytes."""
+    for _ in range(6):
+        found = program.run(program, device, command, env, tmp_path)
+        reports = list(tmp_path.glob("report*.json"))  # one for each rank
+        lines = [json.loads(line) for file in reports for line in file.read_text().splitlines()]
+        if program.run is not run_library or not gave_up(found, ("before", *AFTER_FORKS)):
+            break
+        for file in reports:
+            file.unlink()
+    return found, lines
 
 
 def compared(alone, inside):
@@ -346,12 +360,7 @@ def test_alone_and_under_exec(program, device, tmp_path, request):
     command = [*EXEC, str(tmp_path / "report.json"), "--"]
     alone = alone_at_last(program, device, env, tmp_path)
     file.write_text(json.dumps(row | {"result": "failed"}))
-    inside = program.run(program, device, command, env, tmp_path)
-    lines = [
-        json.loads(line)
-        for report in tmp_path.glob("report*.json")  # one for each rank
-        for line in report.read_text().splitlines()
-    ]
+    inside, lines = under_exec(program, device, command, env, tmp_path)
     used = checked(program, inside, lines)
     row |= {
         "result": "works", "registrations": sum(line["registrations"]["total"] for line in used),

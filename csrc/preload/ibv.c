@@ -37,11 +37,10 @@ RF_API void rf_ranges_own(int yes)
 static void start(void)
 {
 	static bool failed;
-	struct rf_error error;
 
 	if (rf_likely(rf_mode() != RF_MODE_NONE) || __atomic_load_n(&failed, __ATOMIC_RELAXED))
 		return;
-	if (rf_fork_init(RF_MODE_AUTO, &error) < 0)
+	if (rf_fork_init(RF_MODE_AUTO, NULL) < 0)
 		__atomic_store_n(&failed, true, __ATOMIC_RELAXED);
 }
 
@@ -153,8 +152,7 @@ static const struct rf_ibv_functions functions = {
 
 RF_API int ibv_fork_init(void)
 {
-	struct rf_error error;
-	int rc = rf_fork_init(RF_MODE_AUTO, &error);
+	int rc = rf_fork_init(RF_MODE_AUTO, NULL);
 
 	return rc < 0 ? -rc : rf_intercept_forward(&functions);
 }

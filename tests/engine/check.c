@@ -364,26 +364,26 @@ static size_t vma_count;
 
 static unsigned int parse_flags(const char *at)
 {
+	static const struct {
+		char name[4];
+		unsigned int flag;
+	} known[] = {
+		{ " dc", CHECK_DC },
+		{ " wf", CHECK_WF },
+		{ " hg", CHECK_HG },
+		{ " sh", CHECK_SHARED },
+		{ " ht", CHECK_HUGETLB },
+		{ " rd", CHECK_RD },
+		{ " wr", CHECK_WR },
+		{ " ex", CHECK_EX },
+	};
 	unsigned int flags = CHECK_MAPPED;
+	size_t i;
 
-	for (; *at; at++) {
-		if (!strncmp(at, " dc", 3))
-			flags |= CHECK_DC;
-		if (!strncmp(at, " wf", 3))
-			flags |= CHECK_WF;
-		else if (!strncmp(at, " hg", 3))
-			flags |= CHECK_HG;
-		else if (!strncmp(at, " sh", 3))
-			flags |= CHECK_SHARED;
-		else if (!strncmp(at, " ht", 3))
-			flags |= CHECK_HUGETLB;
-		else if (!strncmp(at, " rd", 3))
-			flags |= CHECK_RD;
-		else if (!strncmp(at, " wr", 3))
-			flags |= CHECK_WR;
-		else if (!strncmp(at, " ex", 3))
-			flags |= CHECK_EX;
-	}
+	for (; *at; at++)
+		for (i = 0; i < COUNT_OF(known); i++)
+			if (!strncmp(at, known[i].name, 3))
+				flags |= known[i].flag;
 	return flags;
 }
 

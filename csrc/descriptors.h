@@ -51,8 +51,8 @@ int rf_descriptors_add(struct rf_descriptors *descriptors, int fd, bool mapped);
 int rf_descriptors_remove(struct rf_descriptors *descriptors, int fd);
 
 /*
- * In a forked child: put /dev/null in the place of @fd, or else a pipe's end, or close it if
- * neither can be had. Put zeros in the place of what is mapped from @mapped, if that is not NULL.
+ * In a forked child: /dev/null takes the place of @fd, or a pipe's end, or else @fd is closed.
+ * Private zeros take the place of what is mapped from the file @mapped, which may be NULL.
  * @null is the result for an earlier one, which need not be opened again, or -1.
  */
 int rf_descriptor_replace(int fd, const struct rf_file *mapped, int null);

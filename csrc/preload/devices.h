@@ -11,9 +11,9 @@
 #include <stdbool.h>
 
 /*
- * In a forked child: replace them, and what is mapped from them. Where /proc cannot be read only
- * uverbsN are found, by a system call for each number that a descriptor may have. True: an uverbsN
- * was open.
+ * In a forked child: /dev/null takes their place, and zeros that of their mappings. Without /proc
+ * this finds uverbsN alone, by a system call for each possible descriptor. True: an uverbsN was
+ * open.
  */
 bool rf_devices_replace(void);
 
